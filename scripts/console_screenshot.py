@@ -17,6 +17,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 ROOT = Path(__file__).resolve().parents[1]
+NEWEST = "return document.querySelector('#decisions tr')?.dataset.key"
 READY = b"Ctrl-C ends everything"
 
 
@@ -88,8 +89,8 @@ def take(url: str, args: argparse.Namespace) -> None:
         driver.get(url)
         wait = WebDriverWait(driver, 60)
         wait.until(lambda d: len(d.find_elements(By.CSS_SELECTOR, "#flows .flow")) > 2)
-        shown = len(driver.find_elements(By.CSS_SELECTOR, "#decisions tr.new"))
-        wait.until(lambda d: len(d.find_elements(By.CSS_SELECTOR, "#decisions tr.new")) > shown)
+        shown = driver.execute_script(NEWEST)
+        wait.until(lambda d: d.execute_script(NEWEST) != shown)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         driver.save_screenshot(str(args.out))
 

@@ -105,7 +105,8 @@ class TextOutput:
             table.add_row(name, str(pid), "  ".join(f"{kind} {address}" for kind, address in listens.items()))
         self._console.print(table)
         self._console.print(
-            f"OpenAI API: {plan.scheme}://{plan.http_address}/v1   gRPC: {plan.grpc_address}   Ctrl-C ends everything"
+            f"OpenAI API: {plan.scheme}://{plan.http_address}/v1   console: {plan.scheme}://{plan.http_address}/console\n"
+            f"gRPC: {plan.grpc_address}   Ctrl-C ends everything"
         )
 
     def show_event(self, event: str, text: str, *, style: str = "") -> None:

@@ -157,6 +157,94 @@ async def test_readable_by_eyes_keyboards_and_screen_readers(watched: Watched, b
     await asyncio.to_thread(look)
 
 
+FOCUSED = "return document.activeElement.closest('#decisions tr')?.dataset.key ?? document.activeElement.tagName"
+SPARKS = """
+const done = arguments[arguments.length - 1];
+import("/console/tiles.js").then(({ steps }) => {
+  const history = arguments[0].map(([ago_s, seconds, value]) => ({ ago_s, seconds, value }));
+  done(steps(history, { series: "value" })[0]);
+});
+"""
+
+
+async def test_the_keyboards_place_is_kept_when_its_row_leaves(watched: Watched, browser: Chrome) -> None:
+    def keys_of_rows() -> list[str]:
+        script = "return [...document.querySelectorAll('#decisions tr')].map((x) => x.dataset.key)"
+        return list(browser.execute_script(script))
+
+    async def push_out(name: str) -> None:
+        """Have so many requests arrive that the rows of today leave the list."""
+        for at in range(41):
+            assert (await watched.complete(f"{name}-{at}")).status_code == 200
+        await asyncio.to_thread(wait, browser, lambda d: f"{name}-40" in keys_of_rows()[0])
+
+    for at in range(3):
+        await watched.complete(f"seen-{at}")
+    await asyncio.to_thread(sign_in, browser, watched.url)
+
+    def begin() -> None:
+        wait(browser, lambda d: len(keys_of_rows()) == 3)
+        script = "return [...document.querySelectorAll('#decisions button')].map((x) => x.tabIndex)"
+        assert browser.execute_script(script) == [0, -1, -1], "one stop of the tab key"
+        browser.find_element(By.CSS_SELECTOR, "#decisions button").send_keys(Keys.ARROW_DOWN)
+        assert browser.execute_script(FOCUSED) == keys_of_rows()[1]
+
+    await asyncio.to_thread(begin)
+    await push_out("first")
+    focused = browser.execute_script(FOCUSED)
+    assert focused in keys_of_rows()
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    await asyncio.to_thread(wait, browser, lambda d: "chosen" in d.find_element(By.ID, "explain-body").text)
+    await push_out("second")
+    assert focused not in keys_of_rows()
+    browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+    await asyncio.to_thread(wait, browser, lambda d: not d.find_element(By.ID, "explain").is_displayed())
+    assert browser.execute_script(FOCUSED) in keys_of_rows()
+
+
+async def test_a_picture_is_of_what_was_measured(watched: Watched, browser: Chrome) -> None:
+    await asyncio.to_thread(sign_in, browser, watched.url)
+    script = "return getComputedStyle(document.querySelector('.meter i')).transitionDuration"
+    assert browser.execute_script(script) == "0s", "a bar agrees with its number at once"
+    apart = browser.execute_async_script(SPARKS, [[60, 1, 5], [59, 1, 6], [20, 39, None], [19, 1, 4]])
+    assert apart.count("M") == 2, "two lines, with nothing between them"
+    assert browser.execute_async_script(SPARKS, [[60, 1, 0], [20, 40, 0]]) == "", "no rate, no line"
+
+
+async def test_a_phone_shows_what_matters(watched: Watched) -> None:
+    def look() -> None:
+        with open_browser(390, 844) as driver:
+            sign_in(driver, watched.url)
+            wait(driver, lambda d: d.find_elements(By.CSS_SELECTOR, "#decisions tr"))
+            heads = driver.find_elements(By.CSS_SELECTOR, ".decisions thead th")
+            assert [x.text for x in heads if x.is_displayed()] == ["Request", "Way", "Match", "TTFT", "Outcome"]
+            for name in ("decisions", "index"):
+                script = "const x = document.querySelector(arguments[0]); return x.scrollWidth - x.clientWidth"
+                assert driver.execute_script(script, f".{name} .scroll") <= 0, name
+
+    await watched.complete("a-request-with-a-rather-long-name")
+    await asyncio.to_thread(look)
+
+
+async def test_requests_that_stand_still_are_seen(
+    watched: Watched, browser: Chrome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton_router.frontend.console.window_stats.STALLED_S", 2.0)
+    for worker in watched.workers:
+        worker.state.pause_after = 1
+    running = asyncio.create_task(watched.complete("stuck"))
+    await asyncio.to_thread(sign_in, browser, watched.url)
+    tile = '[aria-label="In flight"]'
+    await asyncio.to_thread(
+        wait, browser, lambda d: "stalled: no token for" in d.find_element(By.CSS_SELECTOR, tile).text
+    )
+    for worker in watched.workers:
+        worker.state.pause_after = None
+        worker.changed()
+    assert (await running).status_code == 200
+    await asyncio.to_thread(wait, browser, lambda d: "since start" in d.find_element(By.CSS_SELECTOR, tile).text)
+
+
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (768, 1024), (390, 844)])
 @pytest.mark.parametrize("ratio", [(0, 1), (1, 1), (16, 16)])
 async def test_it_fits(tmp_path: Path, width: int, height: int, ratio: tuple[int, int]) -> None:

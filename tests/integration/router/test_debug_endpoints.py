@@ -127,6 +127,11 @@ async def test_limits_are_checked(watched: Watched, limit: str) -> None:
 
 async def test_the_page_is_open_and_strict(watched: Watched) -> None:
     async with httpx.AsyncClient(base_url=watched.url, timeout=240) as stranger:
+        root = await stranger.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+        assert (root.status_code, root.headers["location"]) == (307, "console")
+        for accept in ("application/json", "*/*"):
+            answer = await stranger.get("/", headers={"accept": accept})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
         page = await stranger.get("/console")
         assert page.status_code == 200
         policy = page.headers["content-security-policy"]

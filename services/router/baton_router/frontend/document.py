@@ -176,6 +176,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("GET", "/docs"): Operation("Show this document as a page.", _HTML, open=True),
     ("GET", "/openapi.json"): Operation("Return this document.", _OBJECT, open=True),
+    ("GET", "/"): Operation("Lead browsers to /console.", _HTML, errors=(404,), open=True),
     ("GET", "/console"): Operation("Show a page that watches the deployment.", _HTML, open=True),
     ("GET", "/debug/decisions"): Operation(
         "List the latest placement decisions, newest first.",

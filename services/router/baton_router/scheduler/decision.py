@@ -308,6 +308,7 @@ class DecisionLog:
     """A bounded memory of requests, newest last.
 
     Attributes:
+        on_begin: Called whenever a request begins.
         on_placed: Called with every placement of a request.
         on_trace: Called with a request's trace and the KV bytes that are new in it.
         on_end: Called whenever a request has ended.
@@ -326,6 +327,7 @@ class DecisionLog:
         max_numbers: int = _MAX_NUMBERS,
         now: Callable[[], float] = time.time,
     ) -> None:
+        self.on_begin: Callable[[], None] | None = None
         self.on_placed: Callable[[Decision], None] | None = None
         self.on_trace: Callable[[common_pb2.RequestTrace, int], None] | None = None
         self.on_end: Callable[[], None] | None = None
@@ -349,6 +351,8 @@ class DecisionLog:
         record = self._running[request_id] = self._append(request_id, prompt_tokens)
         record.clock = clock
         record.tenant = tenant
+        if self.on_begin is not None:
+            self.on_begin()
         return record
 
     def placed(self, request_id: str, decision: Decision) -> None:

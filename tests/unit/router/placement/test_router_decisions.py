@@ -284,3 +284,31 @@ def test_quantiles_fall_into_the_right_bucket(values: list[float], q: float) -> 
     low, high = (bounds[at - 1] if at else 0.0), bounds[at]
     found = quantile(bounds, counts, q)
     assert low <= found <= (low if math.isinf(high) else high)
+
+
+async def test_a_pause_is_a_piece_of_its_own_and_a_standstill_is_seen() -> None:
+    clock = Clock()
+    registry = CollectorRegistry()
+    metrics = GenerationMetrics(registry)
+    stats = WindowStats(registry, now=clock)
+    running = [1]
+    stats.is_busy = lambda: bool(running)
+    clock.now += 60
+    stats.follow()  # a request begins after a minute without any
+    clock.now += 1
+    metrics.generated_tokens.inc(5)
+    stats._follow_on()
+    rates = [(piece["seconds"], piece["tokens_per_s"]) for piece in stats.history()]
+    assert rates == [(60, 0), (1, 5)]
+    assert stats.stalled_s() is None
+    for _ in range(12):
+        clock.now += 1
+        stats._follow_on()
+    assert stats.stalled_s() == 12
+    metrics.generated_tokens.inc(1)
+    clock.now += 1
+    stats._follow_on()
+    assert stats.stalled_s() is None
+    running.clear()
+    stats._follow_on()
+    assert stats._timer is None

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from baton.errors import InvalidRequestError, NotFoundError, shown
 from baton.version import __version__
@@ -72,6 +72,12 @@ class ConsoleFiles:
                 content = item.read_bytes()
                 etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
                 self._files[item.name] = _File(content, media_type, etag)
+
+    async def root(self, request: Request) -> Response:
+        """Lead browsers to the console; API clients, which do not ask for HTML, get JSON."""
+        if "text/html" not in request.headers.get("accept", ""):
+            raise NotFoundError("the API is under /v1, its description is /openapi.json, the console is /console")
+        return RedirectResponse("console", 307, headers={"vary": "accept", "cache-control": "no-cache"})
 
     async def console(self, request: Request) -> Response:
         return self._serve(request, "console.html")
@@ -186,6 +192,8 @@ class DebugEndpoints:
         self._replicas = replicas
         self._queue = queue
         decisions.on_end = self._stats.sample
+        decisions.on_begin = self._stats.follow
+        self._stats.is_busy = lambda: decisions.num_running > 0
         decisions.on_trace = self._flows.add
         self._started = time.monotonic()
         self._made_at = float("-inf")
@@ -197,6 +205,7 @@ class DebugEndpoints:
             ("/debug/index", self.index),
             ("/debug/console", self.console),
             ("/debug/replicas", self.replicas),
+            ("/", files.root),
             ("/console", files.console),
             ("/docs", files.docs),
             ("/console/{name}", files.file),
@@ -266,6 +275,7 @@ class DebugEndpoints:
             "seen": self._decisions.num_begun,
             "queued": len(self._queue),
             "now": self._stats.window(),
+            "stalled_s": self._stats.stalled_s() if self._decisions.num_running else None,
             "history": self._stats.history(),
             "instances": [
                 *(describe(x) for x in instances),

@@ -7,6 +7,7 @@ costs one comparison of clocks, and a console that is just opened shows the minu
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
@@ -28,6 +29,9 @@ _FINISHED = "baton_request_finished_total"
 _KV_BYTES = "baton_router_kv_bytes_total"
 _NAMES = (_TTFT, _ITL, _PROMPT, _CACHED, _TOKENS, _FINISHED, _KV_BYTES)
 _FAILED = "failed"
+_FOLLOW_S = 1.0
+STALLED_S = 10.0
+"""Seconds without any token, while requests run, after which the deployment counts as stalled."""
 _QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 
 Buckets = dict[float, float]
@@ -51,6 +55,9 @@ class WindowStats:
         window_s: Length of the period of percentiles and rates, in seconds.
         history_s: Length of the time series, in seconds.
         now: Monotonic clock, in seconds.
+
+    Attributes:
+        is_busy: Returns whether requests run.
     """
 
     def __init__(
@@ -65,6 +72,9 @@ class WindowStats:
         self._window_s = window_s
         self._history_s = history_s
         self._now = now
+        self.is_busy: Callable[[], bool] = lambda: False
+        self._timer: asyncio.TimerHandle | None = None
+        self._busy_since = now()
         self._samples: deque[Sample] = deque([self._read()])
         self._pieces: deque[tuple[float, dict[str, Any]]] = deque()
 
@@ -78,6 +88,31 @@ class WindowStats:
             while self._samples[1].at < after.at - self._history_s:
                 self._samples.popleft()
                 self._pieces.popleft()
+
+    def follow(self) -> None:
+        """Sample every second while requests run, so that a pause before them is a piece of its own."""
+        if self._timer is None:
+            self._busy_since = self._now()
+            self.sample()
+            self._timer = asyncio.get_running_loop().call_later(_FOLLOW_S, self._follow_on)
+
+    def _follow_on(self) -> None:
+        self._timer = None
+        self.sample()
+        if self.is_busy():
+            self._timer = asyncio.get_running_loop().call_later(_FOLLOW_S, self._follow_on)
+
+    def stalled_s(self) -> float | None:
+        """Return the seconds since the last token or the last end of a request, if they are many; only while busy."""
+        newest = self._samples[-1]
+        progress = [newest.totals[name] for name in (_TOKENS, _FINISHED)]
+        since = newest.at
+        for sample in reversed(self._samples):
+            if [sample.totals[name] for name in (_TOKENS, _FINISHED)] != progress:
+                break
+            since = sample.at
+        seconds = newest.at - max(since, self._busy_since)
+        return round(seconds, 1) if seconds >= STALLED_S else None
 
     def _read(self) -> Sample:
         sample = Sample(self._now(), dict.fromkeys((*_NAMES, _FAILED), 0.0), {_TTFT: {}, _ITL: {}})

@@ -31,7 +31,9 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _MAX_ID_CHARS = 128
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MAX_FIELD_LABELS = 100
-_OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/version", "/console", "/console/{file}", "/docs", "/openapi.json"})
+_OPEN_ENDPOINTS = frozenset(
+    {"/", "/health", "/readyz", "/version", "/console", "/console/{file}", "/docs", "/openapi.json"}
+)
 """Endpoints without API key: for probes, and for browsers that open the console or the documentation."""
 ENDPOINTS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", *_OPEN_ENDPOINTS}

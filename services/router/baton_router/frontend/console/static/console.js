@@ -5,7 +5,7 @@ import { span } from "./format.js";
 import { showTiles } from "./tiles.js";
 import { condition, showCards, showIndex } from "./instances.js";
 import { drawFlows, showMiddle } from "./flows.js";
-import { showDecisions } from "./decisions.js";
+import { focusRow, followKeys, placeOf, showDecisions } from "./decisions.js";
 import { showExplanation, showMissing } from "./explain.js";
 
 const EVERY_MS = 1000;
@@ -14,7 +14,7 @@ const SLOWEST_MS = 8000;
 const LIMIT_MS = 6000;
 const THEMES = ["auto", "light", "dark"];
 
-const state = { data: null, key: "", explained: "", lost: 0, conditions: new Map(), timer: 0, prefills: [], decodes: [] };
+const state = { data: null, key: "", explained: "", place: 0, lost: 0, conditions: new Map(), timer: 0, prefills: [], decodes: [] };
 
 class Refused extends Error {}
 
@@ -85,7 +85,7 @@ function show(data) {
 }
 
 function showFacts(data) {
-  const ready = (role) => data.instances.filter((x) => x.role === role && x.status === "ready").length;
+  const ready = (role) => data.instances.filter((x) => x.role === role && x.status === "ready" && !x.silent).length;
   const lost = data.instances.filter((x) => x.status === "lost").length;
   const ratio = `${ready("prefill")}P${ready("decode")}D${lost ? `, ${lost} lost` : ""}`;
   const facts = [["model", data.model ?? "none yet"], ["ratio", ratio], ["policy", data.policy], ["up", span(data.uptime_s)]];
@@ -124,11 +124,15 @@ function followHash() {
   const sheet = $("explain");
   if (!state.explained) return sheet.open && sheet.close();
   $("explain-id").textContent = state.explained;
+  state.place = Math.max(placeOf(state.explained), 0);
   if (!sheet.open) sheet.showModal();
   return explain();
 }
 
+// The browser gives the focus back to the row that had it, unless that has left the list.
 function leaveExplanation() {
+  const place = placeOf(state.explained);
+  focusRow(place < 0 ? state.place : place);
   state.explained = "";
   if (location.hash) history.replaceState(null, "", location.pathname);
 }
@@ -176,6 +180,7 @@ function begin() {
   addEventListener("hashchange", followHash);
   document.addEventListener("visibilitychange", () => { if (!document.hidden && !$("key").open) look(); });
   new ResizeObserver(() => { if (state.data) drawFlows(state.data, state.prefills, state.decodes); }).observe($("topology"));
+  followKeys();
   followHash();
   look();
 }

@@ -48,10 +48,50 @@ function updateRow(row, x) {
   setText(part(row, "note"), `${count(x.generated_tokens)} tokens${moved}`);
 }
 
+const MOST_NEWS = 3;
+
+const buttonOf = (row) => row && part(row, "open");
+
+// Focus the row at a place, or the last one; without rows, the list itself.
+export function focusRow(at) {
+  const rows = $("decisions").children;
+  (buttonOf(rows[Math.min(Math.max(at, 0), rows.length - 1)]) ?? $("decisions-scroll")).focus();
+}
+
+// Where a request's row is; -1: it has left the list.
+export function placeOf(id) {
+  return [...$("decisions").children].findIndex((row) => row.dataset.key === id);
+}
+
+// One row is a stop of the tab key, the arrows go on from there.
+function setStop(row) {
+  for (const other of $("decisions").children) buttonOf(other).tabIndex = other === row ? 0 : -1;
+}
+
+export function followKeys() {
+  const rows = $("decisions");
+  rows.addEventListener("focusin", (event) => setStop(event.target.closest("tr")));
+  rows.addEventListener("keydown", (event) => {
+    const at = [...rows.children].indexOf(event.target.closest("tr"));
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: rows.children.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    focusRow(to);
+  });
+}
+
 export function showDecisions(data, open) {
   const rows = $("decisions");
-  const first = rows.dataset.filled !== "yes"; // only what comes later is news
-  keyed(rows, data.decisions, (x) => x.id, makeRow(open, first ? null : "new"), updateRow);
+  const known = new Set([...rows.children].map((row) => row.dataset.key));
+  const arrived = data.decisions.filter((x) => !known.has(x.id)).length;
+  // Only what comes later is news, and where everything is, nothing is.
+  const news = rows.dataset.filled === "yes" && arrived <= MOST_NEWS;
+  const focused = document.activeElement?.closest("#decisions tr");
+  const place = focused ? [...rows.children].indexOf(focused) : -1;
+  keyed(rows, data.decisions, (x) => x.id, makeRow(open, news ? "new" : null), updateRow);
+  if (focused && !focused.isConnected) focusRow(place + arrived);
+  const stop = [...rows.children].find((row) => buttonOf(row).tabIndex === 0 && row.contains(document.activeElement));
+  setStop(stop ?? rows.firstElementChild);
   rows.dataset.filled = "yes";
   $("decisions-empty").hidden = data.decisions.length > 0;
   setText($("decisions-hint"), data.decisions.length ? "choose one for its reasons" : "");
