@@ -206,6 +206,13 @@ def test_the_router_alone_may_ask_the_api_server_and_only_where_instances_are(ob
         assert (pod["spec"]["serviceAccountName"] == subject["name"]) is router
 
 
+def test_temporary_files_of_a_pod_cannot_fill_its_node(objects: list[Manifest]) -> None:
+    for owner, pod in pods(objects):
+        for volume in pod["spec"].get("volumes", ()):
+            if volume["name"] in ("tmp", "shm"):
+                assert volume["emptyDir"].get("sizeLimit"), owner["metadata"]["name"]
+
+
 def test_files_that_flags_name_are_mounted_and_in_the_secrets(objects: list[Manifest]) -> None:
     made = {each["metadata"]["name"]: set(each["stringData"]) for each in objects if each["kind"] == "Secret"}
     for owner, pod in pods(objects):

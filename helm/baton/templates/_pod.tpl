@@ -197,7 +197,7 @@ spec:
         {{- end }}
   volumes:
     - name: tmp
-      emptyDir: {}
+      emptyDir: {sizeLimit: 2Gi}
     - name: auth
       secret:
         secretName: {{ include "baton.authSecret" $root }}
