@@ -81,7 +81,7 @@ def show(args: argparse.Namespace) -> int:
     """Print the effective configuration; returns the exit status."""
     file = read_file(args)
     with own_token(args, file):
-        plan = plan_from(args, file)
+        plan = plan_from(args, file, will_run=False)
     specs: dict[str, ProcessSpec] = {}
     for group in plan.groups:
         for spec in group:

@@ -255,8 +255,13 @@ def _reasons(role: str) -> dict[str, str]:
     return reasons
 
 
-def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> DeploymentPlan:
+def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE, *, will_run: bool = True) -> DeploymentPlan:
     """Return the plan that flags and file describe.
+
+    Args:
+        args: Flags of ``baton up``.
+        file: The deployment's file.
+        will_run: Whether this machine must be able to run the model, see :func:`check_engine`.
 
     Raises:
         ConfigError: A value is invalid.
@@ -266,7 +271,10 @@ def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Deployme
     router = _router_config(args, file, listen)
     model = _model(from_flags(EngineConfig, args, file=file.values("decode")))
     for pool in file.pools:
-        _engine(args, file, pool.name)
+        config = _engine(args, file, pool)
+        if will_run:
+            with _naming_flags(args, pool.role):
+                check_engine(config)
     further = tuple(pool for pool in file.pools if pool.name not in ROLES)
     return make_plan(
         ratio=_ratio(args, file),
@@ -377,27 +385,32 @@ def _placed(placed: Placed, make: Callable[[], T]) -> T:
         raise ConfigError(f"{placed.where}: {error.message}", field=error.field) from None
 
 
-def _engine(args: argparse.Namespace, file: ClusterFile, pool: str) -> EngineConfig:
+def _engine(args: argparse.Namespace, file: ClusterFile, pool: Pool) -> EngineConfig:
     """Return the engine's configuration of a pool's instances, as those will read it."""
-    role = file.pool(pool).role
     known = argparse.Namespace(**vars(args))
     for size in ("tp", "pp"):
-        if (count := getattr(args, f"{role}_{size}")) is not None:
+        if (count := getattr(args, f"{pool.role}_{size}")) is not None:
             setattr(known, size, count)
-    own = _parse_role_args(args, role)
+    own = _parse_role_args(args, pool.role)
+    values = file.values(pool.name)
+    with _naming_flags(args, pool.role):
+        from_flags(WorkerConfig, _joined(_worker_namespace(args, file), own), file=values)
+        config = from_flags(EngineConfig, _joined(known, own), file=values)
+        return dataclasses.replace(config, model=_model(config))
+
+
+@contextlib.contextmanager
+def _naming_flags(args: argparse.Namespace, role: str) -> Iterator[None]:
+    """Have a ``ConfigError`` name the flag of this role alone that set the field, if one did."""
     try:
-        from_flags(WorkerConfig, _joined(_worker_namespace(args, file), own), file=file.values(pool))
-        config = from_flags(EngineConfig, _joined(known, own), file=file.values(pool))
-        config = dataclasses.replace(config, model=_model(config))
-        check_engine(config)
+        yield
     except ConfigError as error:
         field = error.field or ""
-        if hasattr(own, field):
+        if hasattr(_parse_role_args(args, role), field):
             raise ConfigError(f"--{role}-args: {error.message}", field=f"{role}_args") from None
         if getattr(args, f"{role}_{field}", None) is not None:
             raise ConfigError(f"{role} instances: {error.message}", field=f"{role}_{field}") from None
         raise
-    return config
 
 
 def _model(config: EngineConfig) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from baton.cli.main import main
 from baton.cli.plan import plan_from
 from baton.cli.up import add_parser
 from baton.config.demo_model import default_model
@@ -79,6 +80,14 @@ def test_a_torch_without_cuda_serves_no_gpu(build: str, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="device 'cuda:0': the installed torch is built for CPUs") as error:
         plan("--device", "cuda:0")
     assert error.value.field == "device"
+
+
+def test_the_configuration_of_another_machine_can_be_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("baton.cli.model_check.torch_has_gpus", lambda: False)
+    assert main(["config", "show", "--device", "cuda:0", "--tp", "64"]) == 0
+    assert "cuda:0" in capsys.readouterr().out
 
 
 def weights(folder: Path) -> Path:
