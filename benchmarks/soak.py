@@ -37,9 +37,9 @@ import psutil
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
 
-_QUANTITIES = {"descriptors": 4.0, "threads": 4.0, "rss_mb": 16.0, "private_mb": 16.0}
+_QUANTITIES = {"descriptors": 4.0, "threads": 8.0, "rss_mb": 16.0, "private_mb": 16.0}
 """What is sampled, and the growth in the second half that counts as level. Resident memory has the peers' arenas, page
-by page as they are read: it levels off later than what is the process's own."""
+by page as they are read: it levels off later than what is the process's own. Threads that fetch KV come and go."""
 _MEMORY_SHARE = 0.03
 """Growth of memory that counts as level, too, as a share of it."""
 _MIN_SAMPLES = 8

@@ -108,7 +108,7 @@ class _Open:
     """A reservation.
 
     Attributes:
-        reserved: What is reserved.
+        reserved: Reservation on the chosen instances.
         run: The request's record.
         ends_at: End of its lease, on the desk's clock.
         most: Bound of the tokens that its client can report.

@@ -377,7 +377,7 @@ def record_failure(breaker: CircuitBreaker, use: StoreUse, why: str, *, at_once:
     Args:
         breaker: Breaker of the store.
         use: Counters to update.
-        why: What failed, for the log.
+        why: Description of the failure, for the log.
         at_once: Open the breaker, although it is the first failure.
     """
     if breaker.failed(at_once=at_once):
