@@ -1,4 +1,4 @@
-"""A pytest plugin for vLLM's parser tests: Baton's dialects under the interfaces of vLLM's parsers.
+"""A pytest plugin for vLLM's tests: Baton's dialects under the interfaces of its parsers, Baton's router as its server.
 
 The tests import ``vllm``, which is not installed: modules of that name come from here. Names of parsers are adapters
 of Baton's dialects, messages are models with the fields that the tests use, and tokenizers, which the tests would
@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import anthropic
+import openai
 import pydantic
 import pytest
 import tokenizers
@@ -346,6 +348,47 @@ def detokenize_incrementally(
     return [str(all_input_ids[-1])], text[prefix_offset:], len(text), len(all_input_ids)
 
 
+# --- a server ---
+
+
+class RemoteOpenAIServer:
+    """A deployment of Baton, which the test of this suite has started, in place of a server of vLLM's.
+
+    Attributes:
+        url_root: Address of its router.
+    """
+
+    DUMMY_API_KEY = "token-abc123"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.url_root = os.environ["BATON_URL"]
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def url_for(self, *parts: str) -> str:
+        return "/".join((self.url_root, *(part.strip("/") for part in parts)))
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_async_client_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+
+class _Hub:
+    """The hub, of which the server needs nothing."""
+
+    def snapshot_download(self, *_: Any, **__: Any) -> str:
+        return ""
+
+
 # --- modules ---
 
 
@@ -362,7 +405,7 @@ _NAMES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (DeltaFunctionCall, DeltaToolCall, ToolParserManager, ReasoningParserManager)},
     **{"ToolParser": ToolParser, "ReasoningParser": ReasoningParser, "TokenizerLike": Any},
     **{"get_tokenizer": _from_pretrained, "detokenize_incrementally": detokenize_incrementally},
-    "is_mistral_tokenizer": lambda tokenizer: False,
+    **{"is_mistral_tokenizer": lambda tokenizer: False, "hf_api": _Hub, "RemoteOpenAIServer": RemoteOpenAIServer},
 }
 
 
@@ -380,12 +423,13 @@ class _Module(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of packages that are not there."""
+    """Finds the modules of packages that are not there, and that of vLLM's tests which needs an engine."""
 
     _PACKAGES = ("vllm", "xgrammar", "partial_json_parser")
+    _MODULES = ("tests.utils",)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in self._PACKAGES:
+        if fullname.partition(".")[0] not in self._PACKAGES and fullname not in self._MODULES:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
