@@ -99,8 +99,8 @@ class _Writer:
     """Writes one grammar.
 
     Args:
-        answer: What it is made of.
-        special_tokens: The tokenizer's, by their names.
+        answer: Dialects, tools and content of the answer.
+        special_tokens: Special tokens of the tokenizer by their names.
         free: Fields of schemas that cannot be kept to: any value is allowed there.
     """
 

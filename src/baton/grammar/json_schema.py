@@ -111,7 +111,7 @@ class _SchemaWriter:
 
     Args:
         root: The schema in which references are places.
-        place: Its name, for errors.
+        place: Name of the request field that has the root, for errors.
 
     Attributes:
         has_free_keys: Whether an object with named properties may have others.
@@ -331,7 +331,7 @@ class _SchemaWriter:
 
         Args:
             reference: Value of ``$ref``.
-            place: Its place.
+            place: Name of the reference's place, for errors.
             base: Resource, the root or a schema with ``$id``, in which it stands.
         """
         missing = InvalidRequestError(f"{place}: {shown(reference)} is not a place in this schema", field=place)

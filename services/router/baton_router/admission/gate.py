@@ -147,9 +147,10 @@ class Admission:
             yield charge
         except UnavailableError:  # it was not done, and not for a fault of the tenant's
             charge.drop()
+            charge.work = 0.0
             raise
         finally:
-            self._tenants.end(account, unused=(1.0 - charge.requests, tokens - charge.tokens))
+            self._tenants.end(account, unused=(1.0 - charge.requests, tokens - charge.tokens - charge.work))
 
     def enter_now(self, request: RoutedRequest) -> Ticket | None:
         """Admit a request without latency targets or limits that need not wait; ``None``: :meth:`enter` decides."""
@@ -507,10 +508,17 @@ class TenantLimits:
 
 @dataclass(slots=True)
 class Charge:
-    """The cost of work before a placement, or without one, against its tenant's limits; may be changed."""
+    """The cost of work before a placement, or without one, against its tenant's limits; may be changed.
+
+    Attributes:
+        tokens: Tokens of the text that is worked on.
+        requests: Requests that it counts as.
+        work: The router's own work, as tokens that are counted in any case.
+    """
 
     tokens: float
     requests: float = 1.0
+    work: float = 0.0
 
     def drop(self) -> None:
         """Count nothing: the request that the work was for is counted separately."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import orjson
 from prometheus_client import CollectorRegistry
@@ -18,6 +21,9 @@ from baton_router.processor.grammar_process import Asked, GrammarProcesses
 
 MAX_GRAMMARS = 256
 MAX_BYTES = 16 * 1024 * 1024
+MAX_REFUSED = 1024
+REFUSED_S = 600.0
+"""Seconds for which a refusal is remembered: the limit of CPU time may refuse what is just below it."""
 MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_BYTES
 """Bytes of a schema as UTF-8 beyond which its grammar is certainly too long."""
 _LABELS = frozenset({"json", "json_schema", "json_object", "regex", "choice", "grammar"}) | {
@@ -50,22 +56,28 @@ class GrammarCache:
 
     Tenants share no entries, so that response times do not reveal other tenants' grammars.
 
+    Refusals are remembered for a while, so that the same grammar is compiled once.
+
     Args:
         metrics: Metrics of grammars.
+        now: Monotonic clock, in seconds.
     """
 
-    def __init__(self, metrics: GrammarMetrics) -> None:
+    def __init__(self, metrics: GrammarMetrics, now: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
+        self._now = now
         self._lock = threading.Lock()
         self._processes = GrammarProcesses()
         self._cached: OrderedDict[tuple[str, bytes], Grammar] = OrderedDict()
         self._bytes = 0
+        self._refused: OrderedDict[bytes, tuple[float, InvalidRequestError]] = OrderedDict()
+        """By digest of tenant and constraint."""
 
     def find(self, asked: Asked, tenant: str) -> Grammar | None:
         """Return the cached grammar of a tenant; ``None`` if there is none.
 
         Raises:
-            InvalidRequestError: The constraint is not JSON, or far too long.
+            InvalidRequestError: The constraint is not JSON, far too long, or was refused before.
         """
         key = tenant, _key(asked)
         if isinstance(asked, StructuredOutputs) and asked.kind == "json" and len(key[1]) > MAX_SCHEMA_BYTES:
@@ -78,22 +90,40 @@ class GrammarCache:
                 self._cached.move_to_end(key)
                 self._metrics.hits.inc()
                 self._metrics.requests.labels(_label(grammar.kind)).inc()
+            elif self._refused:
+                self._check_refused(asked, _digest(key))
         return grammar
 
-    def make(self, asked: Asked, tenant: str) -> Grammar:
-        """Make, check and cache a grammar for a tenant, in less than a second of CPU time. Thread-safe.
+    def _check_refused(self, asked: Asked, digest: bytes) -> None:
+        entry = self._refused.get(digest)
+        if entry is None:
+            return
+        if entry[0] < self._now():
+            del self._refused[digest]
+            return
+        self._metrics.refused.labels(_source(asked)).inc()
+        raise InvalidRequestError(entry[1].message, field=entry[1].field)
+
+    def make(self, asked: Asked, tenant: str) -> tuple[Grammar, float]:
+        """Make, check and cache a grammar for a tenant; return it and the CPU time, less than a second. Thread-safe.
 
         Raises:
-            InvalidRequestError: The constraint is wrong, not supported or too costly; names field and place.
+            RefusedGrammarError: The constraint is wrong, not supported or too costly; names field and place.
             UnavailableError: The process that makes grammars was killed.
         """
+        known = self.find(asked, tenant)  # by a request before this one in the tenant's line
+        if known is not None:
+            return known, 0.0
+        key = tenant, _key(asked)
         try:
             grammar, seconds = self._processes.make(asked)
-        except InvalidRequestError:
+        except InvalidRequestError as error:
             with self._lock:
-                self._metrics.refused.labels("grammar" if isinstance(asked, Grammar) else asked.kind).inc()
+                self._metrics.refused.labels(_source(asked)).inc()
+                self._refused[_digest(key)] = self._now() + REFUSED_S, error.with_traceback(None)
+                while len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
             raise
-        key = tenant, _key(asked)
         with self._lock:
             self._metrics.check.observe(seconds)
             self._metrics.requests.labels(_label(grammar.kind)).inc()
@@ -103,11 +133,19 @@ class GrammarCache:
             while self._cached and (len(self._cached) > MAX_GRAMMARS or self._bytes > MAX_BYTES):
                 (_, old_key), old = self._cached.popitem(last=False)
                 self._bytes -= len(old_key) + len(old.text)
-        return grammar
+        return grammar, seconds
 
     def close(self) -> None:
         """End the processes that make grammars."""
         self._processes.close()
+
+
+def _digest(key: tuple[str, bytes]) -> bytes:
+    return hashlib.sha256(key[0].encode() + b"\0" + key[1]).digest()
+
+
+def _source(asked: Asked) -> str:
+    return "grammar" if isinstance(asked, Grammar) else asked.kind
 
 
 def _label(kind: str) -> str:

@@ -30,7 +30,7 @@ from baton_router.accounts import Tenants
 from baton_router.admission.gate import Admission, Charge
 from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
 from baton_router.processor.dialects import ModelDialects
-from baton_router.processor.grammar_process import Asked
+from baton_router.processor.grammar_process import Asked, RefusedGrammarError
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
 from baton_router.processor.text_request import (
@@ -51,8 +51,10 @@ _INLINE_CHARS = 4096
 """Longest text, in characters, that is tokenized on the event loop (about a millisecond)."""
 _LARGE_CHARS = 256 * 1024
 """Characters beyond which texts are tokenized one at a time: each takes at least 0.1 s and some 10 MiB."""
+TOKENS_PER_CPU_S = 10_000
+"""Tokens that a second of processor time for a tenant's grammar counts as, against the tenant's limits."""
 _THREADS = 2
-"""Tokenizer threads: each has word tables of its own, and the library uses more threads for long texts."""
+"""Threads for each kind of work: a tokenizer's has word tables of its own, and the library uses more for long texts."""
 _CHARS_PER_TOKEN = 4.0
 _PROMPT_END = 4096
 """Characters at the end of a prompt that are searched for open reasoning."""
@@ -114,6 +116,7 @@ class InputProcessor:
         self._exporter = exporter
         self._large = TenantTurns(1)
         self._threads = TurnThreads(_THREADS, "tokenizer", "long texts tokenized")
+        self._grammar_threads = TurnThreads(_THREADS, "grammar", "costly grammars compiled", per_tenant=1)
         self._tenants = Tenants()
 
     def model_info(self, model: str = "") -> ModelInfo:
@@ -226,19 +229,26 @@ class InputProcessor:
             _check_fewest(text_model, request.prompt, request, info.max_model_len)
         with self.charge(request.account, about_tokens(request.prompt)) as charge:
             if (asked := _unchecked_grammar(request)) is not None:
-                _set_grammar(request, await self._grammar(request, asked))
+                _set_grammar(request, await self._grammar(request, asked, charge))
             ids = await self.tokenize(request, info, limit=info.max_model_len)
             if (answer := self.dialects.answer_grammar(request, info, text_model)) is not None:
-                request.answer_grammar = await self._grammar(request, answer)
+                request.answer_grammar = await self._grammar(request, answer, charge)
             prepared = self._prepared(request, info, text_model, ids, fallback_id, arrived)
-            charge.drop()  # admission counts all of it
+            charge.drop()  # admission counts all of it, but not the grammar's work
         return prepared
 
-    async def _grammar(self, request: TextRequest, asked: Asked) -> Grammar:
+    async def _grammar(self, request: TextRequest, asked: Asked, charge: Charge) -> Grammar:
         tenant = self._tenant(request)
-        if (grammar := self._grammars.find(asked, tenant)) is not None:
-            return grammar
-        return await self.in_turn(request, functools.partial(self._grammars.make, asked, tenant))
+        if (known := self._grammars.find(asked, tenant)) is not None:
+            return known
+        work = functools.partial(self._grammars.make, asked, tenant)
+        try:
+            grammar, seconds = await self._grammar_threads.run(tenant, work)
+        except RefusedGrammarError as error:
+            charge.work += TOKENS_PER_CPU_S * error.seconds
+            raise
+        charge.work += TOKENS_PER_CPU_S * seconds
+        return grammar
 
     def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
         """Do what :meth:`prepare` does, without waiting.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,16 +20,19 @@ class TenantTurns:
 
     Args:
         slots: Most concurrent pieces of work.
+        per_tenant: Most of them of one tenant, for which the others stay free; 0: no limit.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, per_tenant: int = 0) -> None:
         self._free = slots
+        self._per_tenant = per_tenant or slots
+        self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def acquire(self, tenant: str) -> None:
         """Wait for a turn; give it back with :meth:`release`."""
-        if self._free:
-            self._free -= 1
+        if self._free and self._running[tenant] < self._per_tenant:
+            self._start(tenant)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line = self._waiting.setdefault(tenant, deque())
@@ -38,25 +41,35 @@ class TenantTurns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release()  # granted in the same moment: pass it on
+                self.release(tenant)  # granted in the same moment: pass it on
             else:
                 line.remove(turn)
                 if not line:
                     del self._waiting[tenant]
             raise
 
-    def release(self) -> None:
-        """End a turn, and start that of the next waiting tenant."""
-        for tenant, line in list(self._waiting.items()):
-            self._waiting.move_to_end(tenant)
+    def release(self, tenant: str) -> None:
+        """End a turn of a tenant, and start that of the next one that waits."""
+        self._free += 1
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+        for waiting, line in list(self._waiting.items()):
+            if self._running[waiting] >= self._per_tenant:
+                continue
+            self._waiting.move_to_end(waiting)
             for turn in line:
                 if not turn.done():
                     line.remove(turn)
                     if not line:
-                        del self._waiting[tenant]
+                        del self._waiting[waiting]
+                    self._start(waiting)
                     turn.set_result(None)
                     return
-        self._free += 1
+
+    def _start(self, tenant: str) -> None:
+        self._free -= 1
+        self._running[tenant] += 1
 
 
 class TurnThreads:
@@ -66,13 +79,14 @@ class TurnThreads:
         count: Number of threads.
         name: Prefix of their names.
         what: What others have done while a tenant waits, for the error.
+        per_tenant: Most of the threads for one tenant; 0: all of them.
 
     Attributes:
         turns: Turns of the threads.
     """
 
-    def __init__(self, count: int, name: str, what: str) -> None:
-        self.turns = TenantTurns(count)
+    def __init__(self, count: int, name: str, what: str, *, per_tenant: int = 0) -> None:
+        self.turns = TenantTurns(count, per_tenant)
         self._what = what
         self._threads = ThreadPoolExecutor(count, thread_name_prefix=name)
 
@@ -92,7 +106,7 @@ class TurnThreads:
 
         def release() -> None:
             for turns in acquired:
-                turns.release()
+                turns.release(tenant)
 
         def on_done(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended before the thread

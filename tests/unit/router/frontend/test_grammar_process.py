@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,8 @@ from baton.errors import InvalidRequestError
 from baton.grammar import StructuredOutputs, lark_grammar, regex_grammar
 from baton.grammar.validation import check_grammar, count_parts
 from baton.types import Grammar
-from baton_router.processor import grammar_process
-from baton_router.processor.grammar_process import GrammarProcesses
+from baton_router.processor import grammar_process, grammars
+from baton_router.processor.grammar_process import START_S, GrammarProcesses, RefusedGrammarError
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 
 
@@ -55,11 +56,53 @@ BOMBS = {
 def test_a_grammar_that_would_take_for_ever_or_end_the_process_is_refused(
     processes: GrammarProcesses, name: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="costs too much") as caught:
+    with pytest.raises(RefusedGrammarError, match="costs too much") as caught:
         processes.make(BOMBS[name])
     assert caught.value.field == BOMBS[name].place
+    assert caught.value.seconds == 0.25 + START_S
     grammar, _ = processes.make(StructuredOutputs(json={"type": "integer"}))  # and the next one is made
     assert grammar.kind == "json_schema"
+
+
+def test_a_grammar_that_ends_its_process_costs_others_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = GrammarProcesses(1, cpu_s=0.25, wait_s=600.0)
+    small = StructuredOutputs(json={"type": "integer"})
+    processes.make(small)
+    processes._starter.submit(lambda: None).result()  # the spare one has been started
+    starts = list[threading.Thread]()
+    start = grammar_process._Process.start
+    monkeypatch.setattr(
+        grammar_process._Process, "start", lambda self: (starts.append(threading.current_thread()), start(self))[1]
+    )
+    for at in range(2):
+        with pytest.raises(RefusedGrammarError, match="costs too much"):
+            processes.make(BOMBS["multiples"])
+        assert processes.make(small)[0].kind == "json_schema"
+        processes._starter.submit(lambda: None).result()
+        assert len(starts) == at + 1
+    assert threading.current_thread() not in starts
+    processes.close()
+
+
+def test_a_refusal_is_remembered_for_its_tenant_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, registry = [0.0], CollectorRegistry()
+    cache = GrammarCache(GrammarMetrics(registry), now=lambda: now[0])
+    wrong = [StructuredOutputs(regex="a(" + "b" * at, field=f"guided_{at}") for at in range(3)]
+    monkeypatch.setattr(grammars, "MAX_REFUSED", 2)
+    messages = []
+    for asked in wrong:
+        with pytest.raises(InvalidRequestError) as caught:
+            cache.make(asked, "acme")
+        messages.append(caught.value.message)
+    cache.close()  # and none can be compiled any more
+    assert cache.find(wrong[0], "acme") is None, "two are remembered"
+    with pytest.raises(InvalidRequestError) as caught:
+        cache.find(wrong[2], "acme")
+    assert (caught.value.message, caught.value.field) == (messages[2], "guided_2")
+    assert cache.find(wrong[2], "zeta") is None
+    assert registry.get_sample_value("baton_router_grammars_refused_total", {"reason": "regex"}) == 4
+    now[0] += grammars.REFUSED_S + 1
+    assert cache.find(wrong[2], "acme") is None
 
 
 def test_a_process_that_cannot_be_started_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +120,10 @@ def test_a_process_that_cannot_be_started_leaves_no_socket_open(monkeypatch: pyt
     processes = GrammarProcesses(1, cpu_s=0.25, wait_s=600.0)
     with pytest.raises(BlockingIOError):
         processes.make(StructuredOutputs(json={"type": "integer"}))
-    assert [end.fileno() for end in made] == [-1, -1]
     processes.close()
+    processes._starter.shutdown()
+    assert made
+    assert {end.fileno() for end in made} == {-1}
 
 
 def test_what_is_asked_for_comes_over_whole(processes: GrammarProcesses) -> None:
@@ -114,7 +159,7 @@ def test_looking_at_an_expression_takes_time_in_proportion_to_its_length(text: s
 def test_what_a_tenant_asked_for_is_unknown_to_others() -> None:
     cache = GrammarCache(GrammarMetrics(CollectorRegistry()))
     asked = StructuredOutputs(json={"type": "integer"})
-    made = cache.make(asked, "acme")
+    made, _ = cache.make(asked, "acme")
     assert cache.find(asked, "acme") is made
     assert cache.find(asked, "zeta") is None
     cache.close()
