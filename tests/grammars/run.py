@@ -5,6 +5,10 @@ python -m tests.grammars.run mutated --count 30000    # each is taken or refused
 python -m tests.grammars.run http --count 1000        # the same over HTTP, to 1P1D: 200 or 400, nobody dies
 python -m tests.grammars.run costly                   # CPU time of what is too large, too deep or too costly
 python -m tests.grammars.run beside                   # the same through real services, and what others' streams feel
+python -m tests.grammars.run folder PATH --count 600  # of a folder's schemas: taken, or refused by which keyword
+
+A folder may be JSONSchemaBench's ``data``, a schema per file, or its ``maskbench/data``, whose files have values, too:
+no invalid one may be written.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import httpx
 import jsonschema
 import numpy as np
 import psutil
+from llguidance import LLMatcher
 from tests.grammars.beside import deep
 from tests.grammars.beside import report as report_beside
 from tests.grammars.schemas import UNSUPPORTED, Maker
@@ -33,9 +38,11 @@ from tests.support.servers.up import start, stop
 from baton.engine.grammar.constraint import GrammarCompiler, load_compiler
 from baton.engine.llm import LLM
 from baton.errors import InvalidRequestError
-from baton.grammar import choice_grammar, json_schema_grammar, regex_grammar
+from baton.grammar import StructuredOutputs, choice_grammar, json_schema_grammar, regex_grammar
+from baton.grammar.validation import LIMITS, _bytes_tokenizer
 from baton.types import FinishReason, Grammar, SamplingParams
 from baton_kernels.token_mask import unpack_mask
+from baton_router.processor.grammar_process import GrammarProcesses
 
 MODEL = Path(__file__).parents[2] / "models" / "baton-tiny"
 TEMPERATURES = (0.0, 1.0, 1.5)
@@ -157,6 +164,38 @@ def over_http(seeds: Iterable[int], report: Report) -> None:
         running.process.kill()
 
 
+def folder(path: Path, count: int, report: Report) -> None:
+    """Compile schemas of a folder, evenly chosen, in processes as a router does."""
+    files = sorted(path.rglob("*.json"))
+    processes = GrammarProcesses(1)
+    for at in range(min(count, len(files))):
+        file = files[at * len(files) // min(count, len(files))]
+        content = json.loads(file.read_bytes())
+        tests = content.get("tests", ()) if "schema" in content else ()
+        try:
+            grammar, _ = processes.make(StructuredOutputs(json=content.get("schema", content), field="s"))
+        except InvalidRequestError as error:
+            keyword = (error.field or "").rpartition(".")[2]
+            reason = error.message.partition("compile JSON schema: ")[2] or error.message.partition(": ")[2]
+            report.refused[keyword if "the keyword" in error.message else reason[:60]] += 1
+            continue
+        report.accepted += 1
+        for test in tests:
+            report.answers += 1
+            matcher = byte_matcher(grammar)
+            text = json.dumps(test["data"], ensure_ascii=False, separators=(",", ":")).encode()
+            written = matcher.try_consume_tokens([*text]) == len(text) and matcher.is_accepting()
+            report.complete += written
+            if written and not jsonschema.Draft202012Validator(content["schema"]).is_valid(test["data"]):
+                report.wrong.append(f"{file.name}: {text[:200]!r} is written")
+    processes.close()
+
+
+def byte_matcher(grammar: Grammar) -> LLMatcher:
+    """Return a matcher whose tokens are bytes."""
+    return LLMatcher(_bytes_tokenizer(), grammar.text, log_level=0, limits=LIMITS)
+
+
 def costly() -> list[str]:
     """Return the CPU time that each of some hostile grammars takes until it is refused or taken."""
     names = [f"name {i}" for i in range(100_000)]
@@ -203,7 +242,8 @@ def tiny_compiler() -> GrammarCompiler:
 def main() -> int:
     """Run, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("answers", "mutated", "http", "costly", "beside"))
+    parser.add_argument("what", choices=("answers", "mutated", "http", "costly", "beside", "folder"))
+    parser.add_argument("path", type=Path, nargs="?", help="the folder")
     parser.add_argument("--count", type=int, help="schemas; default: 300, 30,000 mutated ones")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--max-tokens", type=int, default=150)
@@ -216,6 +256,8 @@ def main() -> int:
         seeds = range(args.first, args.first + (args.count or 300))
         with LLM(str(MODEL), dtype="float32", kv_blocks=2000, max_num_seqs=64) as llm:
             answer(llm, accept(seeds, report), report, args.max_tokens, 3)
+    elif args.what == "folder":
+        folder(args.path, args.count or 600, report)
     elif args.what == "http":
         over_http(range(args.first, args.first + (args.count or 1000)), report)
     else:

@@ -203,7 +203,7 @@ class _SchemaWriter:
     def _inlined(self, part: Any, place: str, depth: int, base: Any) -> Any:
         """Return an alternative whose reference is written out: the compiler sees which exclude each other."""
         written = self._schema(part, place, depth, base)
-        if not isinstance(part, Mapping) or written.keys() != {"$ref"} or self._count > MAX_INLINED:
+        if written is False or not isinstance(part, Mapping) or written.keys() != {"$ref"} or self._count > MAX_INLINED:
             return written
         target, where, base = self._target(part["$ref"], place, base)
         if not isinstance(target, Mapping) or id(target) in self._inlining:

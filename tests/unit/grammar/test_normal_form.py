@@ -229,6 +229,7 @@ _UNION = {
         (_REFERRED, ["[]", '[7,null,"z"]'], ["[8]", '["y"]']),
         (_UNION, ['{"kind":"cat"}', '{"kind":"dog","friend":{"kind":"cat","friend":null}}'], ['{"kind":"cow"}']),
         ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"const": 1}}}, ["1", "null"], ["2"]),
+        ({"oneOf": [{"not": {}}, {"const": 1}, False]}, ["1"], ["2"]),
         ({"type": "integer", "format": "int32"}, ["2147483647", "-2147483648"], ["2147483648", "-2147483649"]),
         (
             {"type": "integer", "format": "int64"},
