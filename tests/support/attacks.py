@@ -96,7 +96,7 @@ async def keep_bodies(target: Target) -> None:
         while True:
             with contextlib.suppress(OSError):
                 reader, writer = await target.begin_body(b"transfer-encoding: chunked")
-                answered = asyncio.ensure_future(reader.read(1))
+                answered = asyncio.ensure_future(_ends(reader))
                 with contextlib.closing(writer):
                     while not answered.done():
                         writer.write(b"2\r\nxx\r\n" * 2000)
@@ -105,6 +105,11 @@ async def keep_bodies(target: Target) -> None:
             await asyncio.sleep(0.05)
 
     await asyncio.gather(*(partial() for _ in range(100)), *(chunks() for _ in range(4)))
+
+
+async def _ends(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(OSError):
+        await reader.read(1)
 
 
 async def send_grammars(target: Target) -> None:

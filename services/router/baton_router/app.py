@@ -35,6 +35,7 @@ from baton_router.frontend.console.console import DebugEndpoints
 from baton_router.frontend.grpc.intake import Intake
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
+from baton_router.frontend.http.bodies import MAX_BODY_BYTES
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics import GaugeFunction
@@ -362,6 +363,8 @@ class RouterApp:
             token=self._credentials.token,
             tls=self._credentials.tls,
             admits=admits_clients(self._credentials.accounts),
+            # Only clients send long messages here. What is longer is refused before it has arrived.
+            max_message_bytes=self._config.max_body_bytes or MAX_BODY_BYTES,
         )
         servicer = RouterServicer(
             self.processor,

@@ -88,6 +88,7 @@ class GrpcServer:
         token: Shared token that callers must prove, as this server does to them; health checks need none.
         tls: Certificates; every caller must show one. ``None``: no TLS.
         admits: Decides which calls are served without a proof; ``None``: none, or all where there is no token.
+        max_message_bytes: Longest message that is received, in bytes.
 
     Raises:
         ConfigError: Off loopback with neither token nor certificates.
@@ -102,6 +103,7 @@ class GrpcServer:
         token: Token | None = None,
         tls: Tls | None = None,
         admits: Admits | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         require_safe_bind(host, token, tls)
         self._host = host
@@ -112,7 +114,11 @@ class GrpcServer:
         self._guard = ConnectionGuard()
         roles = tls.roles if tls is not None else None
         self._interceptor = _Interceptor(proofs, admits, roles, self._guard.mark_known)
-        options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections())]
+        own = {
+            "grpc.max_receive_message_length": max_message_bytes,
+            "grpc.max_allowed_incoming_connections": max_connections(),
+        }
+        options = list((dict(_OPTIONS) | own).items())
         self.server = grpc.aio.server(interceptors=[self._interceptor], options=options)
         if proofs is not None:
             auth_pb2_grpc.add_AuthServiceServicer_to_server(proofs, self.server)

@@ -13,6 +13,7 @@ from tests.support.router.limited_app import app_with_limits
 from tests.support.servers.http_front import BODY, Served, begun, raw, rest
 
 from baton_router.app import RouterApp
+from baton_router.frontend.http.protocol import HttpProtocol
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 LIMITED = b"authorization: Bearer sk-limited\r\n"
@@ -44,6 +45,31 @@ async def test_a_tenant_at_its_limits_is_refused_by_the_head_alone(tmp_path: Pat
         body = b'{"prompt": [5, 6, 7], "max_tokens": 2}'
         others = HEAD.replace(b"chat/", b"") + b"authorization: Bearer sk-free\r\n"
         assert b" 200 " in await ask(app, others + b"content-length: %d\r\n\r\n" % len(body) + body)
+
+
+async def test_the_body_of_a_tenant_at_its_limits_is_not_even_parsed(tmp_path: Path) -> None:
+    pieces = []
+
+    def on_body(connection: HttpProtocol, body: bytes) -> None:
+        pieces.append(body)
+
+    async with app_with_limits(tmp_path) as app:
+        accounts = app._credentials.accounts
+        assert accounts is not None
+        with app.processor.charge(accounts.identify("Bearer sk-limited"), 1.0), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HttpProtocol, "on_body", on_body)
+            reader, writer = await asyncio.open_connection("127.0.0.1", app.http_port)
+            writer.write(HEAD + LIMITED + b"transfer-encoding: chunked\r\n\r\n")
+            async with asyncio.timeout(240):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b" 429 " in head
+                assert b"connection: close" in head
+                for _ in range(20):
+                    writer.write(b"2\r\nxx\r\n" * 1000)
+                    await writer.drain()
+                await reader.read()
+            writer.close()
+        assert pieces == []
 
 
 async def test_a_long_body_that_is_refused_counts_as_a_request(tmp_path: Path) -> None:

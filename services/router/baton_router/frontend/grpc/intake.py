@@ -100,11 +100,11 @@ class Intake:
             if kind is None:
                 _check_length(data, _SMALL_BYTES)
                 return _decode(_OTHERS[name], data)
-            _check_length(data, self._max_bytes())
             if len(data) <= _SMALL_BYTES:
                 return _decode(kind, data)
             # It counts against the limits even if it is refused.
             with self._processor.charge(account, len(data) / _BYTES_PER_TOKEN) as charge:
+                _check_length(data, self._max_bytes())
                 message = await self._threads.run(tenant, functools.partial(_decode_large, kind, data))
                 self._servicer.check_sizes(message)
                 charge.drop()  # what follows is counted by itself

@@ -109,7 +109,10 @@ HEAD_TIMEOUT_S = 30.0
 SILENCE_S = 0.5
 _DRAIN_FACTOR = 4
 DRAIN_S = 5.0
+_DRAIN_PAUSE_S = 0.05
 """Bounds on the rest of a body that is dropped after the answer: in longest bodies, and in seconds."""
+_SMALL_BYTES = 64 * 1024
+"""Longest body that is read to its end to keep the connection of a request that is refused by its head."""
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _FULL_BODY = json.dumps(
     error_object(503, "this router has all the connections it can take", code="overloaded")
@@ -239,6 +242,8 @@ class HttpExchange:
         self.disconnected = self.response_complete = False
         handler.metrics.begin(path)
         self._refusal = handler.check_head(self)
+        if self._refusal is not None and not _has_small_body(self.headers):
+            self.keep_alive = False
 
     # --- called by the connection ---
 
@@ -480,6 +485,11 @@ def check_media(headers: Headers, limit: int) -> HTTPException | None:
     return None if typed else HTTPException(415, "the body needs Content-Type: application/json")
 
 
+def _has_small_body(headers: Headers) -> bool:
+    length = next((value for name, value in headers if name == b"content-length"), b"")
+    return length.isdigit() and int(length) <= _SMALL_BYTES
+
+
 def too_long(limit: int) -> HTTPException:
     """Return the error for a body that is too long."""
     return HTTPException(413, f"the body must be at most {limit} bytes", headers={"connection": "close"})
@@ -686,6 +696,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Count the bytes of a head, and parse."""
         if self._refused:
             return
+        if self._drain_timer is not None:
+            # What is dropped must cost less than what is served: a few reads a second, and no parsing if nothing
+            # behind it will be answered.
+            self.flow.pause_reading()
+            self.loop.call_later(_DRAIN_PAUSE_S, self.flow.resume_reading)
+            if not self.cycle.keep_alive:
+                self._drop(data)
+                return
         self._head_bytes += len(data)
         try:
             self._parse(data)
@@ -770,13 +788,17 @@ class HttpProtocol(HttpToolsProtocol):
         """Pass a piece of a body to its request."""
         self._head_bytes = 0
         if self._drain_timer is not None:
-            self._drained += len(body)
-            if self._drained > _DRAIN_FACTOR * self.handler.max_body_bytes():
-                self.transport.close()
+            self._drop(body)
         elif isinstance(self.cycle, HttpExchange):
             self.cycle.on_body(body)
         else:
             super().on_body(body)
+
+    def _drop(self, data: bytes) -> None:
+        """Count a piece of a body that is not read any more."""
+        self._drained += len(data)
+        if self._drained > _DRAIN_FACTOR * self.handler.max_body_bytes():
+            self.transport.close()
 
     def on_message_complete(self) -> None:
         """End a request, unless it is parsed again without its upgrade offer."""
