@@ -22,7 +22,9 @@ def test_a_file_that_another_program_makes_meanwhile_is_no_leak(folder: Path) ->
     assert shared_memory.left_behind(before) == set()
 
 
-@pytest.mark.parametrize("name", ["ucx_shm_posix_1f", f"torch_{os.getpid()}_1", "psm_12ab34cd"])
+@pytest.mark.parametrize(
+    "name", ["ucx_shm_posix_1f", f"torch_{os.getpid()}_1", "psm_12ab34cd"], ids=["ucx", "torch", "psm"]
+)
 def test_a_segment_of_ours_is_one(folder: Path, name: str) -> None:
     before = shared_memory.segments()
     (folder / name).write_bytes(b"x")
