@@ -275,6 +275,38 @@ def admits(objects: list[Manifest], target: dict[str, str], port: int, source: d
     )
 
 
+def egress(objects: list[Manifest], source: dict[str, str]) -> list[tuple[set[int], list[Manifest] | None]] | None:
+    """Return for pods with these labels (ports, to) of each rule; ``None``: what goes out is not limited."""
+    rules = []
+    limited = False
+    for each in objects:
+        spec = each["spec"] if each["kind"] == "NetworkPolicy" else {"policyTypes": []}
+        if "Egress" in spec["policyTypes"] and selects(spec["podSelector"]["matchLabels"], source):
+            limited = True
+            for rule in spec["egress"]:
+                ports = {n for x in rule.get("ports", ()) for n in range(x["port"], x.get("endPort", x["port"]) + 1)}
+                rules.append((ports, rule.get("to")))
+    return rules if limited else None
+
+
+def lets_out(objects: list[Manifest], source: dict[str, str], port: int, target: dict[str, str]) -> bool:
+    """Return whether rules that name pods let a source reach a pod of the chart."""
+    rules = egress(objects, source)
+    assert rules is not None
+    return any(
+        (not ports or port in ports) and any(selects(x["podSelector"]["matchLabels"], target) for x in peers or ())
+        for ports, peers in rules
+    )
+
+
+def beyond(objects: list[Manifest], source: dict[str, str]) -> set[int]:
+    """Return the ports at which a source reaches any address."""
+    rules = egress(objects, source)
+    assert rules is not None
+    assert all(ports for ports, peers in rules if peers is None), "every port of every address is open"
+    return {port for ports, peers in rules if peers is None for port in ports}
+
+
 def labels_of(objects: list[Manifest], name: str) -> dict[str, str]:
     (found,) = [pod["metadata"]["labels"] for owner, pod in pods(objects) if owner["metadata"]["name"] == name]
     return dict(found)
@@ -310,6 +342,107 @@ def test_network_policies_let_services_reach_each_other_and_nobody_else() -> Non
     several = manifests(example("several-routers"))
     assert not admits(several, labels_of(several, "demo-baton-router"), 8000, other)
     assert admits(several, labels_of(several, "demo-baton-router"), 8000, labels_of(several, "demo-baton-test"))
+
+
+ALL = {
+    "kvstore": {"enabled": True},
+    "redis": {"enabled": True},
+    "autoscaler": {"enabled": True},
+    "networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "gateway"}}}]},
+}
+KV_STORE = range(8300, 8316)
+REACHES = {
+    ("router", "prefill"): {9000},
+    ("router", "decode"): {9000},
+    ("router", "kvstore"): {8200},
+    ("router", "redis"): {6379},
+    **{(one, other): {9000, 9001} for one in ("prefill", "decode") for other in ("prefill", "decode")},
+    **{(one, "kvstore"): {8200, *KV_STORE} for one in ("prefill", "decode", "kvstore")},
+    **{("kvstore", one): {9001} for one in ("prefill", "decode")},
+    ("autoscaler", "router"): {8001},
+    ("test", "router"): {8000},
+}
+"""Connections that there are: who dials whom, at which ports."""
+API_SERVER = {443, 6443}
+
+
+@pytest.mark.parametrize("component", ["router", "prefill", "decode", "kvstore", "redis", "autoscaler", "test"])
+def test_a_component_reaches_what_it_needs_and_nothing_else(component: str) -> None:
+    objects = manifests(ALL)
+    known = {
+        owner["metadata"]["name"].removeprefix("demo-baton-"): pod["metadata"]["labels"] for owner, pod in pods(objects)
+    }
+    ports = {8000, 8001, 9000, 9001, 9090, 8200, 8299, *KV_STORE, 8316, 6379, 22, 40000}
+    for name, labels in known.items():
+        let_out = {port for port in ports if lets_out(objects, known[component], port, labels)}
+        let_in = {port for port in ports if admits(objects, labels, port, known[component])}
+        assert let_out == REACHES.get((component, name), set()), name
+        assert let_out <= let_in, name
+    dns = set() if component == "redis" else {53}
+    assert beyond(objects, known[component]) == dns | (API_SERVER if component in ("router", "autoscaler") else set())
+
+
+@pytest.mark.parametrize("pipe", ["nixl", "gloo"])
+def test_pipes_that_choose_their_ports_reach_instances_alone_at_any(pipe: str) -> None:
+    objects = manifests({"worker": {"pipes": [pipe, "tcp"]}})
+    router, prefill, decode = (labels_of(objects, f"demo-baton-{name}") for name in ("router", "prefill", "decode"))
+    assert lets_out(objects, prefill, 40000, decode)
+    assert lets_out(objects, decode, 40000, prefill)
+    assert not lets_out(objects, prefill, 40000, router)
+    assert beyond(objects, decode) == {53}
+
+
+@pytest.mark.parametrize(
+    ("values", "opened"),
+    [
+        ({"redis": {"existingSecret": "elsewhere"}}, {"router": {6379}}),
+        ({"router": {"flags": {"otlp-traces-endpoint": "http://collector:4317"}}}, {"router": {4317}}),
+        (
+            {"worker": {"flags": {"otlp-traces-endpoint": "https://collector:444/v1"}}},
+            {"prefill": {444}, "decode": {444}},
+        ),
+        (
+            {"worker": {"env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://c"}]}},
+            {"prefill": {4317}, "decode": {4317}},
+        ),
+        ({"kvstore": {"flags": {"otlp-traces-endpoint": "http://[fd00::7]:4320"}}}, {"kvstore": {4320}}),
+        ({"kvstore": {"flags": {"redis-url": "redis://:12345@cache:6380/0"}}}, {"kvstore": {6380}}),
+        ({"kvstore": {"flags": {"redis-url": "@/run/secret/url"}}}, {"kvstore": {6379}}),
+        ({"kvstore": {"flags": {"object-url": "s3://bucket/blocks"}}}, {"kvstore": {443}}),
+        ({"model": {"source": "Qwen/Qwen3-8B"}}, {"router": {443}, "prefill": {443}, "decode": {443}}),
+        ({"model": {"source": "pvc://models/llama"}}, {}),
+        ({"model": {"source": "/srv/model"}}, {}),
+        ({"model": {"source": "http://here:8088/m.tar"}}, {"router": {8088}, "prefill": {8088}, "decode": {8088}}),
+        ({"model": {"source": "https://here/m.tar"}}, {"router": {443}, "prefill": {443}, "decode": {443}}),
+        (
+            {"model": {"source": "Qwen/Qwen3-8B"}, "worker": {"env": [{"name": "HF_HUB_OFFLINE", "value": "1"}]}},
+            {"router": {443}},
+        ),
+    ],
+)
+def test_addresses_that_values_name_open_their_ports_for_those_that_use_them(
+    values: dict[str, Any], opened: dict[str, set[int]]
+) -> None:
+    objects = manifests({**values, "kvstore": {"enabled": True, **values.get("kvstore", {})}})
+    for name in ("router", "prefill", "decode", "kvstore"):
+        always = {53} | (API_SERVER if name == "router" else set())
+        assert beyond(objects, labels_of(objects, f"demo-baton-{name}")) == always | opened.get(name, set()), name
+
+
+def test_egress_can_be_widened_narrowed_and_left_open() -> None:
+    proxy = {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}
+    dns, server = [{"namespaceSelector": {}}], [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+    narrow = manifests({**ALL, "networkPolicy": {"egress": {"extra": [proxy], "dns": dns, "apiServer": server}}})
+    for name in ("router", "prefill", "decode", "kvstore", "autoscaler", "test", "redis"):
+        rules = egress(narrow, labels_of(narrow, f"demo-baton-{name}")) or []
+        assert (({3128}, proxy["to"]) in rules) is (name != "redis")
+        assert (({53}, dns) in rules) is (name != "redis")
+        assert ((API_SERVER, server) in rules) is (name in ("router", "autoscaler"))
+        assert beyond(narrow, labels_of(narrow, f"demo-baton-{name}")) == set()
+    free = manifests({**ALL, "networkPolicy": {"egress": {"open": True}}})
+    policies = [each["spec"] for each in free if each["kind"] == "NetworkPolicy"]
+    assert len(policies) == 6
+    assert all(each["policyTypes"] == ["Ingress"] and "egress" not in each for each in policies)
 
 
 def test_metrics_can_be_read_by_those_alone_who_are_named() -> None:
