@@ -1,4 +1,4 @@
-"""The controller of the ratio on Kubernetes: it patches two Deployments' replicas, and may nothing else."""
+"""The controller of the ratio on Kubernetes: it patches two Deployments' replicas, writes Events, nothing else."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.helm.test_lifecycle import Cluster
 from tests.helm.test_manifests import admits, labels_of
 from tests.support.chart import RELEASE, arguments, example, manifests, named, render
 from tests.support.child_env import child_env
+from tests.support.kube import kinds
 from tests.support.kube.api import KubeApi
 from tests.support.kube.controllers import Controllers, PaperNodes
 from tests.unit.autoscale.test_controller import CONFIG, World, run
@@ -101,6 +102,26 @@ async def test_a_pressed_pool_gets_a_pod_and_the_other_gives_one(cluster: Cluste
     assert replicas(cluster) == (2, 2), "an upgrade leaves what the controller made of it"
 
 
+async def test_a_pod_that_never_gets_ready_is_taken_back_and_an_event_says_so(
+    cluster: Cluster, fleet: KubernetesFleet
+) -> None:
+    world, lines = SeenByRouter(cluster), list[str]()
+    made = Controller(replace(CONFIG, scale_start_s=60.0), world, fleet, lines.append, now=lambda: world.now)
+    cluster.nodes.gate.clear()
+    await run(made, world, 7)
+    assert replicas(cluster) == (2, 2)
+    world.waiting_tokens = 0
+    await run(made, world, 62)
+    assert replicas(cluster) == (1, 2)
+    assert "taken back: baton-prefill: 2 -> 1 replicas" in lines
+    (event,) = cluster.api.store.find(
+        kinds.BY_NAME["v1", "Event"], "llm", lambda each: each["reason"] == "ReplicaGivenUp"
+    )
+    assert event["involvedObject"]["name"] == "baton-prefill"
+    assert event["involvedObject"]["uid"] == cluster.deployment("prefill")["metadata"]["uid"]
+    assert (event["type"], event["message"]) == ("Warning", "1 of 2 pods got ready in time, 1 are kept")
+
+
 async def test_pods_are_added_and_taken_and_a_dry_run_touches_nothing(cluster: Cluster, fleet: KubernetesFleet) -> None:
     assert await fleet.add(Role.PREFILL) == "baton-prefill: 1 -> 2 replicas"
     assert await fleet.remove(Role.DECODE) == "baton-decode: 3 -> 2 replicas"
@@ -134,6 +155,7 @@ def test_the_chart_gives_it_what_it_asks_for_and_no_more() -> None:
     assert named(objects, "Role", name)["rules"] == [
         {"apiGroups": ["apps"], "resources": ["deployments"], "resourceNames": pools, "verbs": ["get"]},
         {"apiGroups": ["apps"], "resources": ["deployments/scale"], "resourceNames": pools, "verbs": ["patch"]},
+        {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
     ]
     assert named(objects, "RoleBinding", name)["subjects"][0]["name"] == name
     pod = named(objects, "Deployment", name)["spec"]["template"]["spec"]

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from baton.config import EngineConfig, add_flags
+from baton.config.autoscale import AutoscaleConfig
 from baton.config.kvstore import KVStoreConfig
 from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
@@ -76,7 +77,7 @@ def test_a_chapter_shows_what_its_alerts_ask_for(name: str) -> None:
 
 def test_every_flag_of_the_runbook_exists() -> None:
     parser = argparse.ArgumentParser(conflict_handler="resolve")
-    for config in (RouterConfig, WorkerConfig, EngineConfig, KVStoreConfig):
+    for config in (RouterConfig, WorkerConfig, EngineConfig, KVStoreConfig, AutoscaleConfig):
         add_flags(parser, config)
     known = {flag for action in parser._actions for flag in action.option_strings}
     used = set(re.findall(r"`(--[a-z0-9-]+)", TEXT)) - {"--previous"}

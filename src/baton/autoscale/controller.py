@@ -45,6 +45,8 @@ class AutoscaleMetrics:
             "baton_autoscale_given_up", "What did not get ready in time and is not waited for", registry=self.registry
         )
         self.failures = Counter("baton_autoscale_failures", "What went wrong", ["what"], registry=self.registry)
+        for what in ("look", "start"):
+            self.failures.labels(what)  # zero from the start, so that Prometheus sees the first rise
 
     def export(self, observation: Observation, decision: Decision) -> None:
         """Export an observation and the decision that follows from it."""

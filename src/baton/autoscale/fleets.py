@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
@@ -111,15 +113,49 @@ class KubernetesFleet:
         return ", ".join(waits)
 
     async def take_back(self, least: Mapping[Role, int]) -> str:
-        """Reduce each Deployment to its ready pods; Kubernetes ends those first that are not ready."""
+        """Reduce each Deployment to its ready pods; Kubernetes ends those first that are not ready.
+
+        Each Deployment with pods that did not get ready gets an Event, which ``kubectl describe`` shows.
+        """
         done = []
-        for role in self._names:
+        for role, name in self._names.items():
             deployment = await self._deployment(role)
-            before = _replicas(deployment)
-            after = max(int(deployment.get("status", {}).get("readyReplicas", 0)), least[role])
+            before, ready = _replicas(deployment), int(deployment.get("status", {}).get("readyReplicas", 0))
+            if ready >= before:
+                continue
+            after = max(ready, least[role])
             if after < before:
                 done.append(await self._set(role, before, after))
+            try:
+                await self._record_given_up(deployment, f"{ready} of {before} pods got ready in time, {after} are kept")
+            except BatonError as error:
+                done.append(f"no event of {name}: {error.message}")
         return ", ".join(done)
+
+    async def _record_given_up(self, deployment: dict[str, Any], message: str) -> None:
+        metadata = deployment["metadata"]
+        name, namespace = metadata["name"], self._api.namespace
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{name}.{uuid.uuid4().hex[:16]}", "namespace": namespace},
+            "involvedObject": {
+                "apiVersion": "apps/v1",
+                "kind": "Deployment",
+                "name": name,
+                "namespace": namespace,
+                "uid": metadata.get("uid", ""),
+            },
+            "type": "Warning",
+            "reason": "ReplicaGivenUp",
+            "message": message,
+            "source": {"component": "baton-autoscale"},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        await self._call("POST", f"/api/v1/namespaces/{namespace}/events", event, f"Event of {name}")
 
     async def _change(self, role: Role, by: int) -> str:
         before = _replicas(await self._deployment(role))
@@ -143,17 +179,27 @@ class KubernetesFleet:
         """
         name = self._names[role]
         path = f"/apis/apps/v1/namespaces/{self._api.namespace}/deployments/{name}{part}"
+        fields = await self._call(method, path, body, f"Deployment {name}{part}")
+        if not isinstance(fields.get("spec"), dict):
+            raise UnavailableError(f"Kubernetes: {method} Deployment {name}{part}: unexpected answer {shown(fields)}")
+        return fields
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None, what: str) -> dict[str, Any]:
         try:
-            answer = await self._api.request(method, path, body, _MERGE if body is not None else {})
+            answer = await self._api.request(method, path, body, _MERGE if method == "PATCH" else {})
             if answer.status_code in (401, 403, 404):
-                reason = "there is no such Deployment" if answer.status_code == 404 else "the service account may not"
-                raise ConfigError(f"{method} Deployment {name}{part}: {reason} ({answer.status_code})")
+                reason = (
+                    f"there is no such {what.split()[0]}"
+                    if answer.status_code == 404
+                    else "the service account may not"
+                )
+                raise ConfigError(f"{method} {what}: {reason} ({answer.status_code})")
             answer.raise_for_status()
-            fields: dict[str, Any] = answer.json()
-            if not isinstance(fields.get("spec"), dict):
+            fields = answer.json()
+            if not isinstance(fields, dict):
                 raise ValueError(f"unexpected answer {shown(fields)}")
-        except (httpx.HTTPError, ValueError, AttributeError) as error:
-            raise UnavailableError(f"Kubernetes: {method} Deployment {name}{part}: {error}") from error
+        except (httpx.HTTPError, ValueError) as error:
+            raise UnavailableError(f"Kubernetes: {method} {what}: {error}") from error
         return fields
 
 
