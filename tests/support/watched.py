@@ -40,6 +40,9 @@ class Watched:
         body = {"prompt": PROMPT, "max_tokens": 3, "cache_salt": SALT, **fields}
         return await self.http.post("/v1/completions", json=body, headers={"x-request-id": request_id})
 
+    async def scrape(self) -> str:
+        return (await self.http.get("/metrics")).text
+
     async def get(self, path: str) -> Any:
         answer = await self.http.get(path)
         assert answer.status_code == 200, answer.text

@@ -97,6 +97,11 @@ class Admission:
         """Return the tokens per second that leave the queue, or would if it were not empty; 0: unknown."""
         return self._drain.rate(self._in_flight, self._now())
 
+    def count_refusal(self, error: BatonError, reason: str) -> BatonError:
+        """Count a request that is refused, here or where it is placed; returns its error."""
+        self.metrics.refusals.labels(reason).inc()
+        return error
+
     async def enter(self, request: RoutedRequest) -> Ticket:
         """Wait until a request may be placed; cancel the wait to remove it from the queue.
 
@@ -209,7 +214,7 @@ class Admission:
     async def _enter_slowly(self, request: RoutedRequest) -> Ticket:
         """Admit a request that has latency targets or has to wait."""
         if self._closed:
-            raise self._count(shutting_down(), "shutdown")
+            raise self.count_refusal(shutting_down(), "shutdown")
         waits = len(self.queue) > 0 or not self._room.is_free()
         if waits:
             self._check_bounds(request)
@@ -281,20 +286,20 @@ class Admission:
             share = rate / max(1, len(queue.tenants()))
             wait = min(_MAX_RETRY_S, max(0.1, queue.tenant_cost(tenant) / 2 / share)) if share > 0 else 1.0
             message = f"{held.requests} requests of this tenant wait already, its share of the queue"
-            raise self._count(QueueFullError(message, retry_after_s=wait), "tenant_share")
+            raise self.count_refusal(QueueFullError(message, retry_after_s=wait), "tenant_share")
         if not queue.full(tokens):
             return
         victim = queue.victim(tenant, request.priority)
         if victim is None or queue.full(tokens, without=victim):
             message = f"{len(queue)} requests wait already"
-            raise self._count(QueueFullError(message, retry_after_s=self.retry_after_s()), "queue_full")
+            raise self.count_refusal(QueueFullError(message, retry_after_s=self.retry_after_s()), "queue_full")
         message = "the queue is full, and others have more right to a place in it"
         self._refuse(victim, QueueFullError(message, retry_after_s=self.retry_after_s()), "pushed_out")
 
     def _check_itl(self, request: RoutedRequest) -> None:
         fastest = self._estimates.all_slow(request) if request.itl_ms is not None else None
         if fastest is not None:
-            raise self._count(self._itl_error(request, fastest), "itl")
+            raise self.count_refusal(self._itl_error(request, fastest), "itl")
 
     def _itl_error(self, request: RoutedRequest, fastest: tuple[str, float]) -> SloError:
         name, ms = fastest
@@ -317,7 +322,7 @@ class Admission:
             return
         if item.request.ttft_ms is None:
             message = f"about {ahead / rate:.0f} s of work wait ahead: this cluster is overloaded"
-            raise self._count(OverloadedError(message, retry_after_s=min(_MAX_RETRY_S, late)), "overloaded")
+            raise self.count_refusal(OverloadedError(message, retry_after_s=min(_MAX_RETRY_S, late)), "overloaded")
         never = outlook.ttft_ms is not None and outlook.alone_ms > item.request.ttft_ms
         message = f"ttft_ms of {item.request.ttft_ms:g} cannot be had: the first token would come after about "
         message += f"{item.request.ttft_ms + 1000 * late:.0f} ms"
@@ -326,11 +331,7 @@ class Admission:
         else:
             message += f", with {ahead:.0f} tokens of work ahead in the queue" if ahead else " at the present load"
         after = _NEVER_RETRY_S if never else min(_MAX_RETRY_S, max(0.1, late))
-        raise self._count(SloError(message, field="ttft_ms", retry_after_s=after), "ttft")
-
-    def _count(self, error: BatonError, reason: str) -> BatonError:
-        self.metrics.refusals.labels(reason).inc()
-        return error
+        raise self.count_refusal(SloError(message, field="ttft_ms", retry_after_s=after), "ttft")
 
     def _refuse(self, item: Waiting, error: BatonError, reason: str) -> None:
         """End a wait with an error."""
@@ -340,7 +341,7 @@ class Admission:
 
     def _end(self, item: Waiting, error: BatonError, reason: str) -> None:
         if not item.future.done():  # else its client has just gone
-            item.future.set_result(self._count(error, reason))
+            item.future.set_result(self.count_refusal(error, reason))
 
     # --- the next ones ---
 

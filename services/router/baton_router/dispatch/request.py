@@ -407,7 +407,7 @@ class RequestRun:
             remaining_s = min(give_up_at, self._deadline) - time.monotonic()
             if remaining_s <= 0:
                 last = group.final_error(group.last, registry.ready(Role.DECODE)) if group.last is not None else None
-                raise group.full or last or registry.none_free()
+                raise group.full or last or self._none_free()
             if group.full is not None:
                 # A stream that has started waits for capacity: its client is reading it.
                 backoff = backoff or Backoff(1.0, random.Random())
@@ -422,6 +422,11 @@ class RequestRun:
             placement = self._choose(group)
             if placement is not None:
                 return placement
+
+    def _none_free(self) -> BatonError:
+        error = self._context.registry.none_free()
+        reason = "queue_full" if isinstance(error, QueueFullError) else "no_instance"
+        return self._context.admission.count_refusal(error, reason)
 
     def _choose(self, group: Group) -> Placement | None:
         """Select and reserve; instances whose breakers are open are avoided if there are others."""
