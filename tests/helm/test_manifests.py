@@ -411,6 +411,11 @@ def test_pipes_that_choose_their_ports_reach_instances_alone_at_any(pipe: str) -
         ({"kvstore": {"flags": {"object-url": "s3://bucket/blocks"}}}, {"kvstore": {443}}),
         ({"model": {"source": "Qwen/Qwen3-8B"}}, {"router": {443}, "prefill": {443}, "decode": {443}}),
         ({"model": {"source": "pvc://models/llama"}}, {}),
+        (
+            {"decode": {"flags": {"speculative": "draft", "speculative-model": "Qwen/Qwen3-0.6B"}}},
+            {"prefill": {443}, "decode": {443}},  # one policy holds for all instances
+        ),
+        ({"decode": {"flags": {"speculative": "draft", "speculative-model": "/srv/draft"}}}, {}),
         ({"model": {"source": "/srv/model"}}, {}),
         ({"model": {"source": "http://here:8088/m.tar"}}, {"router": {8088}, "prefill": {8088}, "decode": {8088}}),
         ({"model": {"source": "https://here/m.tar"}}, {"router": {443}, "prefill": {443}, "decode": {443}}),
@@ -431,7 +436,8 @@ def test_addresses_that_values_name_open_their_ports_for_those_that_use_them(
 
 def test_egress_can_be_widened_narrowed_and_left_open() -> None:
     proxy = {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}
-    dns, server = [{"namespaceSelector": {}}], [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+    dns: list[Manifest] = [{"namespaceSelector": {}}]
+    server = [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
     narrow = manifests({**ALL, "networkPolicy": {"egress": {"extra": [proxy], "dns": dns, "apiServer": server}}})
     for name in ("router", "prefill", "decode", "kvstore", "autoscaler", "test", "redis"):
         rules = egress(narrow, labels_of(narrow, f"demo-baton-{name}")) or []

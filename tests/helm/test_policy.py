@@ -22,7 +22,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("CKV_K8S_25", "demo-baton-prefill"): "IPC_LOCK, which the example multi-pool asks for: RDMA pins memory",
     ("CKV_K8S_8", "demo-baton-test"): "helm test: a pod that asks once and ends",
     ("CKV_K8S_9", "demo-baton-test"): "helm test: a pod that asks once and ends",
-    ("CKV2_K8S_6", "demo-baton-test"): "helm test: a pod that listens nowhere",
 }
 """By check and resource (empty: any) why a finding is none."""
 
