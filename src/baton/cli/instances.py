@@ -22,7 +22,7 @@ from baton.client.scaling import Switch, plan_switches, switch_role
 from baton.config import add_flags, from_flags
 from baton.config.flags import AccessConfig
 from baton.errors import ConfigError
-from baton.rpc.channel import check_health
+from baton.rpc.channel import why_unhealthy
 from baton.rpc.tls import read_tls
 from baton.types import Role
 
@@ -152,7 +152,7 @@ def run_health(args: argparse.Namespace) -> int:
     if not host or not port.isdigit() or not args.timeout_s > 0:
         raise ConfigError("give HOST:PORT and a --timeout-s above 0", field="address")
     tls = read_tls(from_flags(AccessConfig, args))
-    serving = asyncio.run(check_health(args.address, service=args.service, timeout_s=args.timeout_s, tls=tls))
-    line = f"{args.address} {'is serving' if serving else 'is not serving or does not answer'}"
-    print(json.dumps({"address": args.address, "service": args.service, "serving": serving}) if args.json else line)
-    return 0 if serving else 1
+    reason = asyncio.run(why_unhealthy(args.address, service=args.service, timeout_s=args.timeout_s, tls=tls))
+    shown = {"address": args.address, "service": args.service, "serving": not reason, "reason": reason}
+    print(json.dumps(shown) if args.json else f"{args.address} {reason or 'is serving'}")
+    return 1 if reason else 0

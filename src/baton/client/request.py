@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypedDict
 from baton.api.v1 import router_pb2
 from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
-from baton.rpc.convert import sampling_to_pb
+from baton.rpc.convert import MODEL_DEFAULTED, sampling_to_pb
 from baton.tracing import parse_traceparent
 from baton.types import ORDER_HEADER, Grammar, Order, SamplingParams
 
@@ -130,6 +130,10 @@ def build_generate(prompt: Prompt, model: str, options: Mapping[str, Any]) -> ro
         request.structured_outputs.CopyFrom(structured_to_pb(asked))
     try:
         request.sampling.CopyFrom(sampling_to_pb(sampling))
+        if "sampling" not in options:  # what is not given is the model's default
+            for name in MODEL_DEFAULTED:
+                if name not in options:
+                    request.sampling.ClearField(name)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:  # validated above, except for integers that are too large for the wire
         raise InvalidRequestError(f"sampling parameters out of range: {error}", field="sampling") from error
     return request

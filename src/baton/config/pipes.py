@@ -75,14 +75,17 @@ def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) 
         ConfigError: The list is empty, or has an unknown name or a name twice.
     """
     kinds = [AUTO, *(kind for kind in BUILT_IN if kind not in without)]
+    shown = [kind for kind in kinds if kind != "memory"]  # as in PIPES_HELP: it is for instances in one process
     if set(names) - set(kinds):
-        kinds += [name for name in installed_plugins(PIPES.entry_point_group) if name not in BUILT_IN]
+        plugins = [name for name in installed_plugins(PIPES.entry_point_group) if name not in BUILT_IN]
+        kinds += plugins
+        shown += plugins
     for name in names:
         if name in _REMOVED and name not in kinds:
             raise ConfigError(_REMOVED[name], field="pipes")
     if not names or set(names) - set(kinds) or len(set(names)) != len(names):
         raise ConfigError(
-            f"pipes must be some of {', '.join(kinds)}, each once; got {','.join(names) or 'none'}", field="pipes"
+            f"pipes must be some of {', '.join(shown)}, each once; got {','.join(names) or 'none'}", field="pipes"
         )
 
 

@@ -73,6 +73,11 @@ class EventSink:
         self._behind_call = self._all = False
         self.calls = 0
 
+    @property
+    def num_held(self) -> int:
+        """Characters of white space that what comes next decides about."""
+        return len(self._space)
+
     def drain(self) -> list[Event]:
         """Return and clear the collected events."""
         events = self._events

@@ -291,6 +291,11 @@ class DialectParser:
         """How many calls have begun."""
         return self._sink.calls
 
+    @property
+    def num_held(self) -> int:
+        """How many characters at the end of the text are in no event yet: they may belong to a mark, or be dropped."""
+        return len(unmarked_text(self._source.text[self._source.at :])) + self._sink.num_held
+
     def feed(self, text: str, anchors: Sequence[int] = ()) -> list[Event]:
         """Add text; return the events that are certain now.
 

@@ -167,9 +167,9 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
         usable = config.pool_fraction * max(0, available - peaks - graphs - staging)
         blocks = min(int(usable) // block_bytes, blocks)
         log.info(
-            "KV pool: %d blocks of %d bytes (%s: %.0f MiB free after loading, %.0f MiB for activations, %.0f MiB for "
-            "graphs)",
-            *(blocks, block_bytes, memory, available / 2**20, peaks / 2**20, graphs / 2**20),
+            "memory of %s: %.0f MiB free after loading, %.0f MiB for activations, %.0f MiB for graphs; %d blocks of %d "
+            "bytes",
+            *(memory, available / 2**20, peaks / 2**20, graphs / 2**20, blocks, block_bytes),
         )
     return blocks
 

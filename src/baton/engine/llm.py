@@ -17,6 +17,7 @@ from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.errors import InternalError, InvalidRequestError
 from baton.terminal import Step, progress
 from baton.tokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings, TextModel, Tokenizer
+from baton.tokenizer.generation_config import sampling_defaults
 from baton.tokenizer.model_files import model_directory, read_file
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
@@ -106,7 +107,12 @@ class LLM:
         config = EngineConfig(model=model) if isinstance(model, str) else model
         self.config = dataclasses.replace(config, **overrides)
         self.core: EngineCore = build_engine(self.config)
-        self._text_model = _load_text_model(self.config.model)
+        directory = model_directory(self.config.model)
+        has_tokenizer = read_file(directory / "tokenizer.json") is not None
+        self._text_model = TextModel.load(directory) if has_tokenizer else None
+        self._sampling_defaults = (
+            sampling_defaults(directory) if self._text_model is None else self._text_model.sampling_defaults
+        )
         self.tokenizer = None if self._text_model is None else self._text_model.tokenizer
         self._ids = itertools.count()
 
@@ -134,8 +140,8 @@ class LLM:
 
         Args:
             prompts: One text, a list of texts, or a list of lists of token ids.
-            sampling: Sampling parameters of all prompts, or a list with one entry per prompt; default:
-                ``SamplingParams()``.
+            sampling: Sampling parameters of all prompts, or a list with one entry per prompt; default: those of
+                :meth:`get_default_sampling_params`, with ``max_tokens`` up to what the context has room for.
             show_progress: Show a progress bar on standard error while it is a terminal.
 
         Returns:
@@ -195,6 +201,17 @@ class LLM:
             prompts.append((text.text, self._text_model.encode(text, add_special_tokens=False).tolist()))
         return self._generate(prompts, sampling, show_progress)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters that the model's ``generation_config.json`` recommends, else the usual ones."""
+        return SamplingParams(**self._sampling_defaults)
+
+    def _default_sampling(self, num_prompt: int) -> SamplingParams:
+        """Return the default parameters for a prompt: the recommended number of tokens may be more than fit."""
+        sampling = self.get_default_sampling_params()
+        if sampling.max_tokens is not None:
+            sampling.max_tokens = max(1, min(sampling.max_tokens, self.core.executor.max_model_len - num_prompt))
+        return sampling
+
     def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
         """Return a prompt's text, if it has one, and its token ids."""
         if not isinstance(prompt, str):
@@ -209,7 +226,10 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
     ) -> list[RequestOutput]:
-        each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        if sampling is None:
+            each = [self._default_sampling(len(ids)) for _, ids in prompts]
+        else:
+            each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts", field="sampling")
         jobs = [self._make_job(*prompt, params) for prompt, params in zip(prompts, each, strict=True)]
@@ -331,8 +351,3 @@ class _Job:
             result.stop_reason = matcher.matched
         elif output.finish_reason is not None:
             result.text += matcher.flush()
-
-
-def _load_text_model(model: str) -> TextModel | None:
-    directory = model_directory(model)
-    return None if read_file(directory / "tokenizer.json") is None else TextModel.load(directory)

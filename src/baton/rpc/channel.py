@@ -74,13 +74,33 @@ class Backoff:
 
 async def check_health(address: str, *, service: str = "", timeout_s: float = 1.0, tls: Tls | None = None) -> bool:
     """Whether the server at ``address`` answers its health check, of all or one of its services, with SERVING."""
+    return not await why_unhealthy(address, service=service, timeout_s=timeout_s, tls=tls)
+
+
+async def why_unhealthy(address: str, *, service: str = "", timeout_s: float = 1.0, tls: Tls | None = None) -> str:
+    """Return why a server is not healthy, as the end of a sentence that begins with its address; empty: it serves.
+
+    Args:
+        address: ``host:port`` of the server.
+        service: One of its services; empty: all of them.
+        timeout_s: Longest wait for an answer, in seconds.
+        tls: Certificates, if the services use TLS.
+    """
     async with open_channel(address, tls=tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        except grpc.aio.AioRpcError as error:
+            match error.code():
+                case grpc.StatusCode.DEADLINE_EXCEEDED:
+                    return f"does not answer within {timeout_s:g} s"
+                case grpc.StatusCode.NOT_FOUND:
+                    return f"has no service {service}"
+            details = error.details() or ""
+            if "Connection refused" in details:
+                return "refuses the connection: nothing listens there"
+            return f"does not answer: {error.code().name} {details}".rstrip()
+        return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "is not serving"
 
 
 class _Proved:

@@ -32,11 +32,12 @@ _PATHS: dict[PrefillPath, common_pb2.PrefillPath.ValueType] = {
 _FINISH_OF: dict[int, FinishReason] = {wire: reason for reason, wire in _FINISH.items()}
 _PATH_OF: dict[int, PrefillPath] = {wire: path for path, wire in _PATHS.items()}
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "speculative_tokens")
-_WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
+MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling fields that a model may have defaults for beside ``max_tokens``; services send them always."""
 _PLAIN = tuple(
     field.name
     for field in common_pb2.SamplingParams.DESCRIPTOR.fields
-    if field.name not in {*_OPTIONAL, *_WITH_DEFAULT, "n", "stop_token_ids", "logit_bias", "grammar"}
+    if field.name not in {*_OPTIONAL, *MODEL_DEFAULTED, "n", "stop_token_ids", "logit_bias", "grammar"}
 )
 """Sampling fields whose default is 0 on both sides: all others."""
 
@@ -102,6 +103,8 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         n=params.n,
         temperature=params.temperature,
         top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
     )
     if params.stop_token_ids:
@@ -136,7 +139,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams, *, stop: tuple[str, ...
     float32 fields come back rounded to 7 significant digits, so that 0.1 stays 0.1.
     """
     values: dict[str, object] = {name: _clean(getattr(message, name)) for name in _PLAIN}
-    for name in (*_WITH_DEFAULT, *_OPTIONAL):
+    for name in (*MODEL_DEFAULTED, *_OPTIONAL):
         if message.HasField(name):  # type: ignore[arg-type]
             values[name] = _clean(getattr(message, name))
     return SamplingParams(

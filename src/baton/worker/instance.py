@@ -411,7 +411,9 @@ class Registration:
             try:
                 await stub.Deregister(router_pb2.DeregisterRequest(lease_id=self._lease_id), timeout=1.0)
             except grpc.aio.AioRpcError as error:
-                log.info("router %s did not hear the goodbye: %s", self._router, error.code().name)
+                # A router that is gone has no use for a goodbye: it ends first when all ends.
+                level = logging.DEBUG if error.code() == grpc.StatusCode.UNAVAILABLE else logging.INFO
+                log.log(level, "router %s did not hear the goodbye: %s", self._router, error.code().name)
 
     async def _run(self) -> None:
         backoff = FIRST_BACKOFF_S

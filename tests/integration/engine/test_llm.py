@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pty
 import shutil
@@ -141,6 +142,37 @@ if __name__ == "__main__":
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert (done.stdout, done.stderr) == ("4\n", "")
+
+
+def test_without_parameters_they_are_what_the_model_recommends(
+    tmp_path: Path, llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = ["def main(", "In a relay, one runner " * 16]
+    assert llm.get_default_sampling_params() == SamplingParams()
+    model = tmp_path / "model"
+    shutil.copytree("models/baton-tiny", model)
+    recommended = {"temperature": 0.5, "top_k": 1, "max_new_tokens": 60}
+    config = json.loads(model.joinpath("generation_config.json").read_text())
+    model.joinpath("generation_config.json").write_text(json.dumps({**config, **recommended}))
+    caplog.set_level(logging.INFO)
+    with LLM(str(model), max_model_len=160) as tuned:
+        sampling = tuned.get_default_sampling_params()
+        assert sampling == SamplingParams(temperature=0.5, top_k=1, max_tokens=60)
+        outputs = tuned.generate(prompts)
+        assert [each.token_ids for each in outputs] == [
+            tuned.generate([each.prompt_token_ids], GREEDY.replace(max_tokens=most))[0].token_ids
+            for each, most in zip(outputs, (60, 160 - len(outputs[1].prompt_token_ids)), strict=True)
+        ]
+        assert len(outputs[1].prompt_token_ids) > 100
+        explicit = SamplingParams(max_tokens=1, seed=7, logprobs=3)
+        tuned.generate(prompts, explicit)
+        assert (explicit.temperature, explicit.top_k) == (1.0, 0)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum(line.startswith("KV pool: ") for line in told) == 1
+    assert [line.split(" in ")[0] for line in told if line.startswith("load")] == [
+        f"loading {model}",
+        f"loaded {model}",
+    ]
 
 
 # --- conversations ---

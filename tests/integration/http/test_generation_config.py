@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.scripted import TINY
+from tests.support.scripted import INFO, TINY
 from tests.support.servers.http_front import CHAT, Served
 
+from baton.api.v1 import common_pb2, router_pb2
+from baton.client.request import build_generate
 from baton.config.router import RouterConfig
+from baton.rpc.convert import sampling_from_pb, sampling_to_pb
 from baton.tokenizer import TextModelCache
 from baton.tokenizer.generation_config import sampling_defaults
+from baton.types import SamplingParams
 from baton_router.app import text_models
+from baton_router.frontend.grpc.servicer import text_request
+from baton_router.processor.input_processor import complete_sampling
 
 CONFIG = {
     "eos_token_id": [4, 2],
@@ -71,6 +77,30 @@ def test_what_a_request_sets_goes_first(served: Served) -> None:
     for name, value in own.items():
         expected = dict(zip(FIELDS, THEIRS, strict=True)) | {name: value}
         assert sampled(served, "/v1/chat/completions", **{name: value}) == tuple(expected.values())
+
+
+def test_clients_over_grpc_have_them_too(folder: Path) -> None:
+    model = asyncio.run(TextModelCache().get(str(folder)))
+
+    def complete(request: router_pb2.RouterGenerateRequest) -> tuple[Any, ...]:
+        prepared = text_request(request, None)
+        sampling = complete_sampling(prepared, INFO, 3, model.sampling_defaults)
+        return tuple(getattr(sampling, name) for name in FIELDS)
+
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 12}
+    wire = router_pb2.RouterGenerateRequest(text="def")
+    assert complete(wire) == complete(build_generate("def", "", {})) == THEIRS
+    for name, value in off.items():
+        expected = tuple((dict(zip(FIELDS, THEIRS, strict=True)) | {name: value}).values())
+        given = common_pb2.SamplingParams(**{name: value})
+        assert complete(router_pb2.RouterGenerateRequest(text="def", sampling=given)) == expected
+        assert complete(build_generate("def", "", {name: value})) == expected
+    explicit = build_generate("def", "", {"sampling": SamplingParams(max_tokens=12), "top_p": 1.0})
+    assert complete(explicit) == tuple(off.values())
+    # What services send among themselves is complete: it says that a filter is off.
+    assert sampling_from_pb(sampling_to_pb(SamplingParams(top_k=-1))).top_k == -1
+    again = router_pb2.RouterGenerateRequest(text="def", sampling=sampling_to_pb(SamplingParams(max_tokens=12)))
+    assert complete(again) == tuple(off.values())
 
 
 def test_greedy_stays_greedy(served: Served) -> None:

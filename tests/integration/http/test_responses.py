@@ -346,6 +346,9 @@ def test_an_item_changes_the_settings(served: Served) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"temperature": "x"}, "temperature"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": -1}, "top_logprobs"),
+        ({"include": "message.output_text.logprobs"}, "include"),
     ],
 )
 def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param: str) -> None:
@@ -425,6 +428,59 @@ def test_the_body_has_what_openai_publishes(served: Served) -> None:
     assert "user" not in body  # a string, where there is one
     assert set(body["usage"]["input_tokens_details"]) == {"cached_tokens", "cache_write_tokens"}
     assert served.post("/v1/responses", {"input": "x", "user": "u"}).json()["user"] == "u"
+
+
+@pytest.mark.parametrize("per_chunk", [1, 7, 1000])
+def test_text_has_the_log_probabilities_of_its_tokens(served: Served, per_chunk: int) -> None:
+    served.dispatcher.per_chunk = per_chunk
+    include: Any = ["message.output_text.logprobs"]
+    answer = create(served, tools=TOOLS, top_logprobs=2, include=include)
+    assert answer.top_logprobs == 2
+    message = next(item for item in answer.output if item.type == "message")
+    (part,) = message.content
+    assert part.text == "Let me see."
+    assert "".join(item.token for item in part.logprobs).strip() == part.text  # of no reasoning, call or mark
+    assert bytes(byte for item in part.logprobs for byte in item.bytes).decode().strip() == part.text
+    for item in part.logprobs:
+        assert item.logprob == -1.0
+        assert [top.logprob for top in item.top_logprobs] == [-0.5, -1.0]
+        assert (item.top_logprobs[1].token, item.top_logprobs[1].bytes) == (item.token, item.bytes)
+
+    events = list(create(served, tools=TOOLS, top_logprobs=2, stream=True))  # without include, too
+    shorter = [
+        {"token": item.token, "logprob": -1.0, "top_logprobs": [{"token": t.token, "logprob": t.logprob} for t in tops]}
+        for item in part.logprobs
+        for tops in [item.top_logprobs]
+    ]
+    told = [item.to_dict() for e in events if e.type == "response.output_text.delta" for item in e.logprobs]
+    done = next(event for event in events if event.type == "response.output_text.done")
+    assert told == [item.to_dict() for item in done.logprobs] == shorter
+    first = next(e.part for e in events if e.type == "response.content_part.added" and e.part.type == "output_text")
+    assert first.logprobs == []
+    last = next(e.part for e in events if e.type == "response.content_part.done" and e.part.type == "output_text")
+    final = next(item for item in events[-1].response.output if item.type == "message")
+    assert last.to_dict() == final.content[0].to_dict() == part.to_dict()
+
+
+def test_log_probabilities_are_those_that_were_asked_for(served: Served) -> None:
+    text = "naïve 👩‍👩‍👧‍👦 日本 <tool_call> no, <think"
+    say(served, text)
+    fields = {"input": "x", "max_output_tokens": 500, "temperature": 0}
+    include = {"include": ["message.output_text.logprobs"]}
+    answer = served.post("/v1/responses", {**fields, **include})
+    assert "x-baton-ignored-fields" not in answer.headers
+    (part,) = answer.json()["output"][0]["content"]
+    assert part["text"] == text
+    assert b"".join(bytes(item["bytes"]) for item in part["logprobs"]).decode() == text
+    assert {len(item["top_logprobs"]) for item in part["logprobs"]} == {0}
+    for asked in ({}, {"top_logprobs": 0}, {"top_logprobs": None, "include": []}):
+        body = served.post("/v1/responses", {**fields, **asked}).json()
+        assert (body["top_logprobs"], body["output"][0]["content"][0]["logprobs"]) == (0, [])
+        assert served.dispatcher.requests[-1].sampling.logprobs is None
+    both = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 20}
+    answer = served.post("/v1/responses", {**fields, **both})
+    assert answer.headers["x-baton-ignored-fields"] == "include"
+    assert len(answer.json()["output"][0]["content"][0]["logprobs"][0]["top_logprobs"]) == 20
 
 
 def test_the_tokens_of_an_input_are_counted(served: Served) -> None:

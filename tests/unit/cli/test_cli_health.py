@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 
 import pytest
@@ -23,7 +24,17 @@ def test_nobody_there(capsys):
         taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["health", address, "--timeout-s", "1"]) == 1
-    assert capsys.readouterr().out == f"{address} is not serving or does not answer\n"
+    assert capsys.readouterr().out == f"{address} refuses the connection: nothing listens there\n"
+
+
+def test_nobody_answers(capsys):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["health", address, "--timeout-s", "0.1", "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["serving"], shown["reason"]) == (False, "does not answer within 0.1 s")
 
 
 @pytest.mark.parametrize(("serving", "status"), [(True, 0), (False, 1)])

@@ -9,7 +9,7 @@ import pytest
 from tests.support.transport import file_pipe
 from tests.support.transport.transport_rig import Rig
 
-from baton.config.pipes import BUILT_IN, check_pipes, clear_pipes
+from baton.config.pipes import BUILT_IN, PIPES_HELP, check_pipes, clear_pipes
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
 from baton.kv_transfer.blocks import BlockFetcher
@@ -38,8 +38,10 @@ def test_every_built_in_kind_is_where_the_table_says(name: str) -> None:
 
 
 def test_a_kind_of_another_package_is_configured_and_used_like_the_others(site: Path) -> None:
-    with pytest.raises(ConfigError, match="pipes must be some of"):
+    with pytest.raises(ConfigError, match="pipes must be some of") as caught:
         check_pipes(("file",))
+    named = caught.value.message.partition(" of ")[2].partition(", each")[0]
+    assert named == PIPES_HELP.partition(": ")[2].replace("or some of ", "")  # as --help has it
     file_pipe.install(site)
     WorkerConfig(pipes=("file", "auto"))
     assert resolve_kinds(("file", "tcp")) == ("file", "tcp")

@@ -298,7 +298,7 @@ class InputProcessor:
         fallback_id: str,
         arrived: float,
     ) -> PreparedRequest:
-        sampling = _complete(request, info, len(ids), text_model.sampling_defaults)
+        sampling = complete_sampling(request, info, len(ids), text_model.sampling_defaults)
         if request.answer_grammar is not None:
             sampling.grammar = request.answer_grammar
         routed = RoutedRequest(
@@ -465,7 +465,9 @@ def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLen
     )
 
 
-def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+def complete_sampling(
+    request: TextRequest, info: ModelInfo, prompt_tokens: int, defaults: Mapping[str, Any]
+) -> SamplingParams:
     """Return the sampling parameters with all defaults filled in, checked against the model.
 
     Args:

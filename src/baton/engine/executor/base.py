@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +19,8 @@ from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec
 from baton.logs import quiet_imports
 from baton.plugins import PluginGroup
+
+log = logging.getLogger(__name__)
 
 EXECUTORS = PluginGroup(
     "executor",
@@ -178,9 +182,12 @@ def load_executor(config: EngineConfig) -> Executor:
     with quiet_imports():
         implementation = EXECUTORS.load(name, other_names=["auto"])
     executor: Executor = implementation(config)
+    log.info("loading %s", config.model)
+    started_s = time.monotonic()
     try:
         executor.load()
     except BaseException:
         executor.close()
         raise
+    log.info("loaded %s in %.1f s", config.model, time.monotonic() - started_s)
     return executor

@@ -16,7 +16,7 @@ from baton.errors import BatonError, ContextLengthError, InvalidRequestError
 from baton.grammar import StructuredOutputs
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits
-from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
+from baton.rpc.convert import MODEL_DEFAULTED, prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
 from baton.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, ORDER_HEADER, Order, SamplingParams
 from baton_router.accounts import Accounts
 from baton_router.frontend.grpc.ticket import TicketDesk
@@ -264,6 +264,7 @@ def text_request(request: router_pb2.RouterGenerateRequest, account: Account | N
     return TextRequest(
         prompt=_prompt(request),
         sampling=sampling,
+        unset=tuple(name for name in ("max_tokens", *MODEL_DEFAULTED) if not request.sampling.HasField(name)),  # type: ignore[arg-type]
         request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
         model=request.model,
         add_special_tokens=kind == "text",

@@ -17,6 +17,7 @@ import orjson
 from baton.dialects.tool_use import read_tools
 from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
+from baton.rpc.convert import MODEL_DEFAULTED
 from baton.tokenizer.chat_template import flatten_content
 from baton.types import MAX_LOGPROBS, MAX_N, ORDER_HEADER, Order, SamplingParams
 from baton_router.frontend.http.middleware import Headers
@@ -38,8 +39,6 @@ from baton_router.types import Account
 DEFAULT_COMPLETION_TOKENS = 16
 _READ = frozenset({"max_tokens", "logprobs", "stop", "stop_token_ids", "logit_bias"})
 """Sampling fields whose values in a body are not yet those of :class:`SamplingParams`."""
-_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling fields that a model's ``generation_config.json`` may have defaults for, beside ``max_tokens``."""
 _COPIED = {field.name for field in fields(SamplingParams)} & {*GenerationBody.__struct_fields__} - _READ
 """Sampling fields that are taken from a body as they are: all others that both sides have."""
 
@@ -200,7 +199,7 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 
 
 def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -> TextRequest:
-    unset = [name for name in _DEFAULTED if getattr(body, name) is None]
+    unset = [name for name in MODEL_DEFAULTED if getattr(body, name) is None]
     return TextRequest(
         sampling=sampling,
         unset=("max_tokens", *unset),

@@ -18,6 +18,7 @@ from baton_router.frontend.http.errors import baton_error_object
 from baton_router.frontend.openai.answer import (
     EventStream,
     Formatter,
+    LogprobWriter,
     WholeAnswer,
     message_of,
     named_events,
@@ -27,6 +28,7 @@ from baton_router.frontend.openai.answer import (
 )
 from baton_router.frontend.openai.generation import FieldNames
 from baton_router.frontend.openai.openai_request import OpenAIRequest, parse_chat
+from baton_router.frontend.openai.response_logprobs import LogprobAligner, event_logprobs
 from baton_router.frontend.openai.response_store import ResponseStore
 from baton_router.frontend.openai.response_tools import TOOLS_SCHEMA, ResponseTools, call_of_item, custom_input
 from baton_router.frontend.openai.schemas import (
@@ -86,12 +88,11 @@ class ResponsesBody(Body, kw_only=True):
             "conversation": (),
             "prompt": (),
             "truncation": ("disabled",),
-            "top_logprobs": (0,),
             "max_tool_calls": (),
             "context_management": ([],),
             "moderation": (),
         },
-        {"service_tier": ("auto", "default"), "include": ([],), "stream_options": ({"include_obfuscation": False}, {})},
+        {"service_tier": ("auto", "default"), "stream_options": ({"include_obfuscation": False}, {})},
     )
 
     described: ClassVar[Mapping[str, Any]] = {"input": _INPUT, "tools": or_null(TOOLS_SCHEMA)}
@@ -110,6 +111,8 @@ class ResponsesBody(Body, kw_only=True):
     reasoning: dict[str, Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     # What OpenAI's interface doesn't have.
@@ -138,6 +141,8 @@ _NESTED: Mapping[str, tuple[tuple[str, ...], Mapping[str, tuple[Any, ...]]]] = {
     "reasoning": (("effort",), {"summary": (), "generate_summary": ()}),
 }
 """Fields of nested objects: those with an effect, and those without one, with the values that need no warning."""
+_LOGPROBS = "message.output_text.logprobs"
+"""Item of ``include`` that asks for log probabilities, as ``top_logprobs`` above 0 does."""
 NAMES = FieldNames.make(
     (r"messages.*", "input"),
     (r"max(_completion)?_tokens$", "max_output_tokens"),
@@ -155,6 +160,7 @@ class ResponseSettings(msgspec.Struct):
         messages: The conversation before the answer, without instructions.
         inputs: Items of the input.
         tools: Tools of the request.
+        logprobs: Whether the text has log probabilities.
         account: Account of the request; ``None`` without API keys.
         store: Store for the response; ``None``: it is not stored.
     """
@@ -164,6 +170,7 @@ class ResponseSettings(msgspec.Struct):
     messages: list[dict[str, Any]]
     inputs: list[dict[str, Any]]
     tools: ResponseTools
+    logprobs: bool
     account: Account | None
     store: ResponseStore | None
 
@@ -207,6 +214,9 @@ def read_response(
         for key, item in nested.items():
             if key not in acting and item is not None and item not in silent.get(key, ()):
                 ignored.append(f"{name}.{key}")
+    include = body.include or []
+    if any(item != _LOGPROBS for item in include):
+        ignored.append("include")
     earlier = store.messages(account, body.previous_response_id) if body.previous_response_id else []
     tools = ResponseTools(ignored)
     tools.add(body.tools or [], "tools")
@@ -222,6 +232,9 @@ def read_response(
     chat["tools"] = tools.functions or None
     chat["tool_choice"] = tools.choice(body.tool_choice)
     chat["parallel_tool_calls"] = body.parallel_tool_calls
+    if body.top_logprobs or _LOGPROBS in include:
+        chat["logprobs"] = True
+        chat["top_logprobs"] = body.top_logprobs
     reasoning = read.settings["reasoning"]
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
@@ -248,6 +261,7 @@ def read_response(
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             **({} if body.user is None else {"user": body.user}),
@@ -255,6 +269,7 @@ def read_response(
         messages=messages,
         inputs=_input_items(body.input),
         tools=tools,
+        logprobs=request.logprobs,
         account=account,
         store=store if body.store is not False else None,
     )
@@ -417,13 +432,21 @@ class _Items:
         self.items: list[dict[str, Any]] = []
         self._open = ""
 
-    def add_event(self, event: Event) -> list[dict[str, Any]]:
-        """Add an event; return the stream's events for it."""
+    def add_event(self, event: Event, logprobs: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """Add an event; return the stream's events for it.
+
+        Args:
+            event: The event.
+            logprobs: Log probabilities of its text.
+        """
         match event:
             case Text():
                 events = self._begin("message")
-                self.items[-1]["content"][0]["text"] += event.text
-                return [*events, self._delta("response.output_text.delta", event.text, content_index=0, logprobs=[])]
+                part = self.items[-1]["content"][0]
+                part["text"] += event.text
+                part["logprobs"] += logprobs
+                more = {"content_index": 0, "logprobs": event_logprobs(logprobs)}
+                return [*events, self._delta("response.output_text.delta", event.text, **more)]
             case Reasoning():
                 events = self._begin("reasoning")
                 self.items[-1]["content"][0]["text"] += event.text
@@ -477,10 +500,12 @@ class _Items:
             events = [self._delta("response.custom_tool_call_input.delta", item["input"])]
             events.append({"type": "response.custom_tool_call_input.done", **place, "input": item["input"]})
         else:
-            text = {"content_index": 0, "text": item["content"][0]["text"]}
+            part = item["content"][0]
+            text = {"content_index": 0, "text": part["text"]}
             done = {"type": "response.reasoning_text.done", **place, **text}
             if kind == "message":
-                done = {"type": "response.output_text.done", **place, **text, "logprobs": []}
+                logprobs = event_logprobs(part["logprobs"])
+                done = {"type": "response.output_text.done", **place, **text, "logprobs": logprobs}
             events = [done, self._part("response.content_part.done")]
         return [*events, self._item("response.output_item.done")]
 
@@ -491,12 +516,16 @@ class _Items:
     def _part(self, kind: str) -> dict[str, Any]:
         item = self.items[-1]
         place = {"item_id": item["id"], "output_index": len(self.items) - 1, "content_index": 0}
-        return {"type": kind, **place, "part": dict(item["content"][0])}
+        return {"type": kind, **place, "part": _copy(item["content"][0])}
 
     def _item(self, kind: str) -> dict[str, Any]:
         item = self.items[-1]
-        copy = {name: list(value) if isinstance(value, list) else value for name, value in item.items()}
-        return {"type": kind, "output_index": len(self.items) - 1, "item": copy}
+        return {"type": kind, "output_index": len(self.items) - 1, "item": _copy(item)}
+
+
+def _copy(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy that has lists of its own."""
+    return {name: list(item) if isinstance(item, list) else item for name, item in value.items()}
 
 
 def _ident(prefix: str) -> str:
@@ -513,13 +542,22 @@ class _Response:
         self._parser: DialectParser | None = prepared[0].parser()
         self._events: list[Event] = []
         self._items = _Items(self._settings.tools)
+        self._aligner = LogprobAligner(self._parser) if self._settings.logprobs else None
+        self._writer = LogprobWriter(prepared[0].text_model.tokenizer)
 
     def add_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Add text; return the stream's events for it."""
         finish = delta.finish_reason
-        parsed = parse_delta(self._parser, delta)
-        self._events += parsed
-        events = [event for item in parsed for event in self._items.add_event(item)]
+        events = []
+        if self._aligner is None:
+            parsed = parse_delta(self._parser, delta)
+            self._events += parsed
+            for event in parsed:
+                events += self._items.add_event(event)
+        else:
+            for event, tokens in self._aligner.parse_delta(delta):
+                self._events.append(event)
+                events += self._items.add_event(event, self._writer.chat(tokens))
         if finish is not None:
             events += self._items.close("incomplete" if finish == FinishReason.LENGTH else "completed")
         return events
@@ -578,7 +616,9 @@ class WholeResponse(WholeAnswer):
 
     def end(self) -> bytes:
         choice = self._choices[0][0]
-        self._response.add_delta(choice.whole())
+        delta = choice.whole()
+        delta.logprobs, delta.offsets = choice.logprobs, choice.offsets
+        self._response.add_delta(delta)
         status = "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
         return self._response.store(self._response.body(status, len(choice.ids), sum(self._cached)))
 
