@@ -143,6 +143,7 @@ class Load:
         decode_tokens_per_s: Measured decode speed; 0 if unknown.
         num_preemptions: Preemptions since the start.
         draining: Whether the instance accepts no new requests.
+        unreadable_prefills: Addresses of prefill instances over whose pipes nothing came lately.
     """
 
     num_running: int
@@ -156,6 +157,7 @@ class Load:
     decode_tokens_per_s: float
     num_preemptions: int
     draining: bool
+    unreadable_prefills: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +386,8 @@ def _terms(terms: Iterable[router_pb2.ScoreTerm]) -> Mapping[str, float]:
 
 def read_instance(message: router_pb2.InstanceStatus) -> Instance:
     """Convert the status of an instance."""
-    return _read(Instance, message, role=_role(message.role), load=_read(Load, message.load))
+    load = _read(Load, message.load, unreadable_prefills=tuple(message.load.unreadable_prefills))
+    return _read(Instance, message, role=_role(message.role), load=load)
 
 
 def read_stats(message: router_pb2.GetStatsResponse) -> Stats:
