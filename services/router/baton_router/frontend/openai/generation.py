@@ -85,7 +85,10 @@ class FieldNames:
         for pattern, name in self.patterns:
             if match := pattern.match(old):
                 new = match.expand(name) + old[match.end() :]
-                made = type(error)(error.message.replace(old, new), field=new, retry_after_s=error.retry_after_s)
+                # A copy, whatever else its class keeps: refusals are remembered and raised again.
+                message = error.message.replace(old, new)
+                made = type(error).__new__(type(error), message)
+                made.__dict__.update(error.__dict__, message=message, field=new)
                 return made.with_traceback(error.__traceback__)
         return error
 
