@@ -189,7 +189,9 @@ async def serve(role: Role) -> tuple[GrpcServer, str, SimulatedEngine]:
         model=model,
         events=log,
         tiers=[],
-        engine_config=SimpleNamespace(max_num_seqs=64, model_name="simulated", model="", device="cpu"),
+        engine_config=SimpleNamespace(
+            max_num_seqs=64, model_name="simulated", model_names=("simulated",), model="", device="cpu"
+        ),
         config=WorkerConfig(),
     )
     context: Any = SimpleNamespace(
@@ -199,7 +201,9 @@ async def serve(role: Role) -> tuple[GrpcServer, str, SimulatedEngine]:
         admission=Admission(),
         tokenizer_digest="",
     )
-    servicer = WorkerServicer(context, cast(Any, SimpleNamespace(role=role)), None, cast(Any, None))
+    servicer = WorkerServicer(
+        context, cast(Any, SimpleNamespace(role=role, unreadable_prefills=list)), None, cast(Any, None)
+    )
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     port = await server.start()
     await server.set_serving(True)
