@@ -1,7 +1,7 @@
 """Long-lived threads and tasks, none of which ends unseen.
 
 What its work raises is logged with a traceback and counted (the metric ``baton_background_failures``), and the work
-runs again after a pause, which doubles while it goes on failing. Where it cannot run again, its owner is told. A test
+runs again after a pause, which doubles while it goes on failing. Where it cannot run again, its owner's handler is called. A test
 walks over the source and refuses threads and tasks that are started in another way, apart from those that it lists.
 """
 
@@ -96,7 +96,7 @@ class BackgroundThread(threading.Thread):
             try:
                 self._on_failure(error)
             except Exception:
-                log.exception("%s: its owner could not be told", self.name)
+                log.exception("%s: its owner's handler of failures failed", self.name)
 
 
 def keep_running(work: Callable[[], Coroutine[Any, Any, None]], name: str, *, detail: str = "") -> asyncio.Task[None]:

@@ -227,7 +227,7 @@ def test_progress_is_shown_on_a_terminal(argument: str, shown: bool) -> None:
                               stderr=end, check=True, timeout=120)  # fmt: skip
         os.close(end)
         text = b""
-        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more ends with an error
+        with contextlib.suppress(OSError):  # reading a terminal whose writers have closed it fails
             while part := os.read(reading.fileno(), 65536):
                 text += part
     assert done.stdout == b""

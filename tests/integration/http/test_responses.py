@@ -392,7 +392,7 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
 
 
 def test_items_are_referred_to_and_listed(served: Served) -> None:
-    """As the AI SDK does: it tells of earlier items by their ids."""
+    """As the AI SDK does: it refers to earlier items by their ids."""
     first = create(served, tools=TOOLS)
     told = [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in first.output)]
     ids = [{"type": "item_reference", "id": item.id} for item in first.output]

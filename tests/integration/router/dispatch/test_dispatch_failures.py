@@ -191,7 +191,7 @@ async def test_prompts_go_to_prefill_instances_whose_kv_can_be_read(world: World
         assert_right(await run(router, request), request)
     asked = [list(request.prefill_candidates) for decode in decodes for request in decode.state.requests]
     assert asked == [[prefills[1].address]] * 8
-    # One that can read from nobody gets prompts without a prefill instance, if it gets any.
+    # One that can read from no instance gets prompts without a prefill instance, if it gets any.
     everything = [x.address for x in prefills]
     for decode in decodes:
         decode.set_load(unreadable_prefills=everything)

@@ -1,4 +1,4 @@
-"""Bodies that arrive and are decoded: values are counted before, memory is bounded, and nobody waits for ever."""
+"""Bodies that arrive and are decoded: values are counted before, memory is bounded, and no body waits for ever."""
 
 from __future__ import annotations
 
