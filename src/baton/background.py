@@ -1,8 +1,9 @@
 """Long-lived threads and tasks, none of which ends unseen.
 
 What its work raises is logged with a traceback and counted (the metric ``baton_background_failures``), and the work
-runs again after a pause, which doubles while it goes on failing. Where it cannot run again, its owner's handler is called. A test
-walks over the source and refuses threads and tasks that are started in another way, apart from those that it lists.
+runs again after a pause, which doubles while it goes on failing. Where it cannot run again, its owner's handler is
+called. A test walks over the source and refuses threads and tasks that are started in another way, apart from those
+that it lists.
 """
 
 from __future__ import annotations

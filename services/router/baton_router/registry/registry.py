@@ -396,7 +396,7 @@ class Registry:
 
         Args:
             address: Address of the instance.
-            why: Source that named the instance last (a flag, discovery, its lease) and the reason why it no longer does.
+            why: Source that named the instance last (discovery, its lease), and why it no longer does.
             lost: Whether it did not announce that it leaves.
         """
         instance = self._instances.get(address)
