@@ -21,6 +21,9 @@ BlockHash = NewType("BlockHash", bytes)
 Epoch = NewType("Epoch", bytes)
 """16 random bytes, drawn once per process: tells a restarted instance from the one before."""
 
+BACKGROUND_PRIORITY = 2**30
+"""Priority from which on a request is a background request: it runs in capacity that no other request needs, and gives
+way on the instances whatever their policy is."""
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_SPECULATIVE_TOKENS = 16

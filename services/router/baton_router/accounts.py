@@ -95,6 +95,10 @@ class Accounts:
         }
         self._known = {digest: accounts[entry.tenant.id] for digest, entry in entries.items()}
 
+    def named(self, name: str) -> Account | None:
+        """Return a tenant's account; ``None``: there is no such tenant (any more)."""
+        return next((account for account in self._known.values() if account.name == name), None)
+
     def identify(self, header: str) -> Account | None:
         """Return the holder of the key in an ``authorization`` header; ``None``: the key is unknown.
 

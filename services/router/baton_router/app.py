@@ -12,6 +12,7 @@ import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -28,9 +29,15 @@ from baton.tokenizer import TextModelCache
 from baton.types import Role
 from baton.worker.process import ServiceMetrics, open_span_exporter, serve_metrics
 from baton_router.accounts import IN_REDIS, Accounts, CredentialReload, FileAccounts, RedisAccounts
+from baton_router.admission.background import BackgroundSlots
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import administer, create_app
+from baton_router.frontend.batches.endpoints import BatchEndpoints, BatchLimits
+from baton_router.frontend.batches.redis_store import RedisBatchStore
+from baton_router.frontend.batches.runner import BatchRunner
+from baton_router.frontend.batches.sqlite_store import SqliteBatchStore
+from baton_router.frontend.batches.store import BatchStore
 from baton_router.frontend.console.console import DebugEndpoints
 from baton_router.frontend.grpc.intake import Intake
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
@@ -204,6 +211,23 @@ def _build_pipeline(config: RouterConfig, cluster: _Cluster, metrics: ServiceMet
     return _Pipeline(tokenizers, grammars, spans, decisions, turns, dispatcher, processor, tickets)
 
 
+@dataclass(frozen=True)
+class _Web:
+    """The HTTP side.
+
+    Attributes:
+        server: The HTTP server.
+        insight: Answers of ``/debug`` and the console, which gRPC gives too.
+        batches: Runs batches; ``None``: there is no store for them.
+        max_body_bytes: Returns the longest body of a request, in bytes.
+    """
+
+    server: _HttpServer
+    insight: DebugEndpoints
+    batches: BatchRunner | None
+    max_body_bytes: Callable[[], int]
+
+
 def _build_web(
     config: RouterConfig,
     credentials: _Credentials,
@@ -211,10 +235,18 @@ def _build_web(
     pipeline: _Pipeline,
     metrics: ServiceMetrics,
     is_ready: Callable[[], bool],
-) -> tuple[_HttpServer, DebugEndpoints, Callable[[], int]]:
-    """Return the HTTP server, the answers of ``/debug`` and the console, which gRPC gives too, and the longest body."""
+) -> _Web:
     registry = cluster.registry
     keyed = credentials.accounts is not None
+    store = _open_batch_store(config)
+    limits = BatchLimits(
+        config.batch_file_bytes,
+        config.batch_lines,
+        config.batch_tenant_files,
+        config.batch_tenant_bytes,
+        config.batch_tenant_batches,
+    )
+    batches = BatchEndpoints(store, limits)
     front = create_app(
         pipeline.processor,
         pipeline.dispatcher,
@@ -234,7 +266,13 @@ def _build_web(
         ready=is_ready,
         refused=lambda: Counter(str(x.role) for x in registry.instances() if x.status is Status.REFUSED),
         steps=pipeline.turns,
+        batches=batches,
     )
+    runner = None
+    if store is not None:
+        slots = BackgroundSlots(pipeline.dispatcher.admission)
+        runner = BatchRunner(store, front.posts, credentials.accounts, slots, metrics, config.batch_lines)
+        batches.on_change = runner.wake
     insight = DebugEndpoints(
         front.app,
         pipeline.decisions,
@@ -260,7 +298,7 @@ def _build_web(
             timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
         )
     )
-    return server, insight, front.posts.max_body_bytes
+    return _Web(server, insight, runner, front.posts.max_body_bytes)
 
 
 class RouterApp:
@@ -288,9 +326,8 @@ class RouterApp:
         self._credentials = _read_credentials(config)
         self._cluster = _build_cluster(config, self._credentials, self.metrics)
         self._pipeline = _build_pipeline(config, self._cluster, self.metrics)
-        self._http, self._insight, self._max_body_bytes = _build_web(
-            config, self._credentials, self._cluster, self._pipeline, self.metrics, self.is_ready
-        )
+        self._web = _build_web(config, self._credentials, self._cluster, self._pipeline, self.metrics, self.is_ready)
+        self._http = self._web.server
         self.registry = self._cluster.registry
         self.dispatcher = self._pipeline.dispatcher
         self.processor = self._pipeline.processor
@@ -342,6 +379,8 @@ class RouterApp:
             self._http.serve(sockets=[sock]), "http", on_failure=lambda error: self.on_http_failure()
         )
         await self._http.wait_started(self._serving)
+        if self._web.batches is not None:
+            self._web.batches.start()
         await self._grpc.set_serving(True)
         log.info(
             "serving %s=%s:%d grpc=%s:%d policy=%s prefill=%d decode=%d",
@@ -373,14 +412,16 @@ class RouterApp:
             self._credentials.accounts,
             access_log=self._config.access_log,
         )
-        servicer.insight = self._insight
-        Intake(servicer, self.processor, self._max_body_bytes).add_to(server.server)
+        servicer.insight = self._web.insight
+        Intake(servicer, self.processor, self._web.max_body_bytes).add_to(server.server)
         self.grpc_port = await server.start()
         return server
 
     async def stop(self) -> None:
         """Stop accepting, let running requests end for ``drain_timeout_s`` seconds, then break them off."""
         self._http.should_exit = True
+        if self._web.batches is not None:
+            await self._web.batches.close()
         time_is_up = asyncio.get_running_loop().call_later(self._config.drain_timeout_s, self.dispatcher.cut_off)
         ends: list[Awaitable[None]] = []
         if self._serving is not None:
@@ -416,6 +457,16 @@ def _open_accounts(config: RouterConfig) -> FileAccounts | RedisAccounts | None:
     if not config.api_keys:
         return None
     return FileAccounts(config.api_keys, config.tenant_secret_file, shared=bool(config.redis))
+
+
+def _open_batch_store(config: RouterConfig) -> BatchStore | None:
+    if config.batch_store == IN_REDIS:
+        return RedisBatchStore(config.redis, config.redis_prefix)
+    if not config.batch_store:
+        return None
+    if config.redis:
+        log.warning("only routers on this host share the batches in %s: --batch-store redis", config.batch_store)
+    return SqliteBatchStore(Path(config.batch_store))
 
 
 class _TokenizerPreload:

@@ -136,6 +136,16 @@ class RouterConfig(ServiceConfig):
     queue_tokens: int = option(4_000_000, "prompt tokens that may wait in the router")
     queue_tenant_share: float = option(0.5, "how much of both one tenant may have")
     queue_timeout_s: float = option(60.0, "seconds a request may wait in the router, or is refused with 503")
+    batch_store: str = option(
+        "",
+        "where /v1/files and /v1/batches keep files and batches: a directory, or redis: in --redis, for several "
+        "routers; default: nowhere, they answer 501",
+    )
+    batch_file_bytes: int = option(100 << 20, "bytes of a file at most")
+    batch_lines: int = option(50_000, "lines of a batch at most")
+    batch_tenant_files: int = option(500, "files that a tenant may keep")
+    batch_tenant_bytes: int = option(1 << 30, "bytes of all files of a tenant at most")
+    batch_tenant_batches: int = option(20, "batches of a tenant that have not ended at most")
     max_retries: int = option(3, "times a request goes to another decode instance after a failure")
     retry_budget: float = option(0.2, "second tries per recent request; an instance that went away costs none")
     breaker_failures: int = option(
@@ -199,6 +209,8 @@ class RouterConfig(ServiceConfig):
             raise ConfigError("--kvstore discover needs --redis", field="redis")
         require_at_least(self, 1, "prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances")
         require_at_least(self, 1, "load_interval_ms", "probe_failures", "max_request_sequences", "max_body_bytes")
+        require_at_least(self, 1, "batch_file_bytes", "batch_lines", "batch_tenant_files", "batch_tenant_bytes")
+        require_at_least(self, 1, "batch_tenant_batches")
         require_at_least(self, 0, "max_inflight_per_instance")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
@@ -206,6 +218,8 @@ class RouterConfig(ServiceConfig):
                     f"{origin!r} is no origin: http(s)://host[:port] without a path, or *", field="cors_origins"
                 )
         self._check_discovery()
+        if self.batch_store == "redis" and not self.redis:
+            raise ConfigError("--batch-store redis needs --redis", field="redis")
         if self.api_keys == "redis" and not self.redis:
             raise ConfigError("--api-keys redis needs --redis", field="redis")
         if self.api_keys and not self.token_file:

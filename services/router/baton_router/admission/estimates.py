@@ -33,6 +33,10 @@ _LEAST_TOKENS = 4096.0
 """Two default steps of an engine: with less it could idle between two of them."""
 _SLACK = 8
 """A decode instance gets an eighth more than it can batch, so that a sequence that ends is replaced at once."""
+_IDLE_SHARE = 0.5
+"""Share of the slots, and of the room for prompts, that background requests leave free."""
+_UNKNOWN_SLOTS = 16
+"""Slots of an instance that has no limit, for background requests."""
 _FADE_S = 20.0
 """Age in seconds at which a departure counts 1/e."""
 _PRIOR_S = 1.0
@@ -103,29 +107,55 @@ class Room:
         self._due_sequences -= sequences
         self._due_tokens -= tokens
 
+    def idle_sequences(self, background: int) -> int:
+        """Return how many sequences may start in idle capacity, without those that others may need soon.
+
+        Half of the slots stay free, and half of the room for prompts. An instance on which anything waits has none.
+
+        Args:
+            background: Sequences that run in idle capacity already, whether they are placed by now or not.
+        """
+        decodes = self._registry.ready(Role.DECODE)
+        slots = busy = 0
+        for each in decodes:
+            most = self._slots_of(each) or _UNKNOWN_SLOTS
+            report = each.load.report
+            slots += most
+            reported = report.num_running + report.num_waiting + report.num_loading - each.load.ended
+            placed = max(reported, each.load.requests + each.load.shared_requests)
+            busy += most if report.num_waiting > each.load.ended else min(most, placed)
+        free, limit = self._token_room(decodes)
+        if free < _IDLE_SHARE * limit:
+            return 0
+        return max(0, int((1 - _IDLE_SHARE) * slots) - max(busy, background))
+
     def _look(self, now: float) -> None:
         decodes = self._registry.ready(Role.DECODE)
         self.num_decodes = len(decodes)
         self._at = now
         self._sequences = sum(self._free_slots(x) for x in decodes) - self._due_sequences
-        self._tokens = self._free_tokens(decodes) - self._due_tokens
+        self._tokens = self._token_room(decodes)[0] - self._due_tokens
+
+    def _slots_of(self, instance: Instance) -> int:
+        """Return the sequences that an instance may have; 0: unlimited, or unknown."""
+        if self._slots is not None:
+            return self._slots
+        batch = instance.info.max_num_seqs if instance.info is not None else 0
+        return batch + max(1, batch // _SLACK) if batch else 0
 
     def _free_slots(self, instance: Instance) -> float:
         book = instance.load
-        info = instance.info
-        slots = self._slots
-        if slots is None:
-            batch = info.max_num_seqs if info is not None else 0
-            slots = batch + max(1, batch // _SLACK) if batch else 0
+        slots = self._slots_of(instance)
         if not slots:
             return max(0, book.limit - book.requests) if book.limit < NO_LIMIT else math.inf
         if book.report.num_waiting - book.ended > max(1, slots // _SLACK):
             return 0
         return max(0, min(slots - book.shared_requests, book.limit) - book.requests)
 
-    def _free_tokens(self, decodes: list[Instance]) -> float:
+    def _token_room(self, decodes: list[Instance]) -> tuple[float, float]:
+        """Return the prompt tokens that may still start, and the most that could with nothing running."""
         if self._prompt_tokens == 0:
-            return math.inf
+            return math.inf, math.inf
         prefills = self._registry.ready(Role.PREFILL)
         if prefills:
             work = [x.load.work for x in prefills]
@@ -138,7 +168,7 @@ class Room:
         else:
             slopes = [fit.slope if fit is not None else 0.0 for fit in fits]
             limits = [max(_LEAST_TOKENS, _QUEUE_MS / slope) if slope > 0 else math.inf for slope in slopes]
-        return sum(max(0.0, limit - busy) for limit, busy in zip(limits, work, strict=True))
+        return sum(max(0.0, limit - busy) for limit, busy in zip(limits, work, strict=True)), sum(limits)
 
 
 class DrainRate:

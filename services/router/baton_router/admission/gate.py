@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
+from baton.types import BACKGROUND_PRIORITY
 from baton_router.admission.estimates import DrainRate, Estimates, Outlook, Room
 from baton_router.admission.queue import AdmissionMetrics, FairQueue, Waiting
 from baton_router.metrics import Amount
@@ -66,6 +67,11 @@ class Admission:
         config: Bounds of the queue.
         registry: Registry of the metrics.
         now: Monotonic clock, in seconds.
+
+    Attributes:
+        queue: Requests that wait.
+        metrics: Metrics of the queue.
+        on_wait: Called when a request that is no background request has to wait.
     """
 
     def __init__(
@@ -92,6 +98,19 @@ class Admission:
         self._ticker: asyncio.TimerHandle | None = None
         self._closed = False
         self._none_since: float | None = None
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def idle_sequences(self, background: int) -> int:
+        """Return how many background sequences may start; see :meth:`Room.idle_sequences`."""
+        return 0 if len(self.queue) else self._room.idle_sequences(background)
+
+    def foreground_waits(self) -> bool:
+        """Whether a request that is no background request waits."""
+        return len(self.queue) > 0 and self.queue.first_priority < BACKGROUND_PRIORITY
+
+    def has_spare(self, account: Account) -> bool:
+        """Whether at least half of each of a tenant's limits is unused."""
+        return not account.limited or self._tenants.has_spare(account)
 
     def rate(self) -> float:
         """Return the tokens per second that leave the queue, or would if it were not empty; 0: unknown."""
@@ -252,6 +271,8 @@ class Admission:
         if self._ticker is None:
             self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
         self._pump()
+        if item.queued and self.foreground_waits():
+            self.on_wait()
         sequences = item.request.sampling.n
         tokens = item.tokens
         try:
@@ -505,6 +526,19 @@ class TenantLimits:
                     self._refused.inc()
                     raise QueueFullError(message, retry_after_s=max(0.1, wait_s))
         return use
+
+    def has_spare(self, account: Account) -> bool:
+        """Whether at least half of each limit is unused."""
+        use = self._uses.get(account.name)
+        if use is None:
+            return True
+        now = self._now()
+        for bucket, most in ((use.requests, account.requests_per_minute), (use.tokens, account.tokens_per_minute)):
+            if most:
+                bucket.fill(most, now)
+                if bucket.level < most / 2:
+                    return False
+        return not account.max_in_flight or use.running < max(1, account.max_in_flight // 2)
 
 
 @dataclass(slots=True)

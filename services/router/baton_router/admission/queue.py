@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.errors import BatonError
+from baton.types import BACKGROUND_PRIORITY
 from baton_router.metrics import Counter, GaugeFunction, Histogram, LabelNames
 from baton_router.types import RoutedRequest
 
@@ -57,6 +58,11 @@ class Waiting:
     def tokens(self) -> int:
         """Number of prompt tokens."""
         return len(self.request.prompt_token_ids)
+
+    @property
+    def ages(self) -> bool:
+        """Whether it moves to a higher class when it has waited long."""
+        return self.request.priority < BACKGROUND_PRIORITY
 
     @property
     def order(self) -> tuple[float, int]:
@@ -196,7 +202,7 @@ class Held:
 class FairQueue:
     """The waiting requests. A class of lower priority gets nothing while one of higher priority has work.
 
-    A request that has waited long enough is moved to the highest class that waits.
+    A request that has waited long enough is moved to the highest class that waits, unless it is a background request.
 
     Args:
         max_requests: Maximum number of requests.
@@ -211,7 +217,7 @@ class FairQueue:
         self._share = tenant_share
         self._ageing_s = ageing_s
         self._by_arrival: list[Waiting] = []
-        """Requests that have not waited for ``ageing_s`` yet."""
+        """Requests that have not waited for ``ageing_s`` yet, without background requests."""
         self._aged: dict[Waiting, None] = {}
         self._aged_priority = 0
         """Class of the requests that have."""
@@ -231,6 +237,11 @@ class FairQueue:
     @property
     def tokens(self) -> int:
         return self._held.tokens
+
+    @property
+    def first_priority(self) -> int:
+        """Class of the next request; there must be one."""
+        return self._priorities[0]
 
     @property
     def cost(self) -> float:
@@ -298,7 +309,8 @@ class FairQueue:
         self._line_up(item)
         item.queued = True
         insort(self._by_start, item, key=_start)
-        insort(self._by_arrival, item, key=_arrival)
+        if item.ages:
+            insort(self._by_arrival, item, key=_arrival)
         self._held.add(item, 1)
         self._tenants.setdefault(item.request.tenant, Held()).add(item, 1)
 
@@ -371,7 +383,7 @@ class FairQueue:
         del self._by_start[bisect_left(self._by_start, _start(item), key=_start)]
         if item in self._aged:
             del self._aged[item]
-        else:
+        elif item.ages:
             del self._by_arrival[bisect_left(self._by_arrival, _arrival(item), key=_arrival)]
         self._held.add(item, -1)
         held = self._tenants[tenant]

@@ -35,6 +35,8 @@ from baton_router.frontend.anthropic.errors import refusal
 from baton_router.frontend.anthropic.messages import NAMES as MESSAGE_NAMES
 from baton_router.frontend.anthropic.messages import count_request, parse_message
 from baton_router.frontend.anthropic.schemas import CountTokensBody
+from baton_router.frontend.batches.endpoints import BatchEndpoints, BatchLimits
+from baton_router.frontend.batches.schemas import CreateBatchBody
 from baton_router.frontend.document import OPERATIONS, openapi
 from baton_router.frontend.http import errors
 from baton_router.frontend.http.errors import json_response
@@ -88,6 +90,7 @@ def create_app(
     ready: Callable[[], bool] | None = None,
     refused: Callable[[], Mapping[str, int]] = dict,
     steps: TurnBatcher | None = None,
+    batches: BatchEndpoints | None = None,
 ) -> HttpFront:
     """Build the HTTP interface.
 
@@ -99,7 +102,9 @@ def create_app(
         ready: Returns whether at least one decode instance is ready.
         refused: Returns the number of refused instances per role.
         steps: The router's turn batcher; ``None`` creates one.
+        batches: Endpoints of files and batches; ``None``: they refuse all requests.
     """
+    batches = batches or BatchEndpoints(None, BatchLimits())
     options = options or HttpOptions()
     metrics = HttpMetrics(registry)
     # A redirect to the path without its slash would contain the host that the client named.
@@ -128,6 +133,7 @@ def create_app(
         "/v1/responses/input_tokens": PlainEndpoint(
             ResponsesBody, functools.partial(tokenizer.count_input, store=store), RESPONSE_NAMES
         ),
+        "/v1/batches": PlainEndpoint(CreateBatchBody, batches.create),
         "/tokenize": PlainEndpoint(TokenizeBody, tokenizer.tokenize),
         "/detokenize": PlainEndpoint(DetokenizeBody, tokenizer.detokenize),
     }
@@ -139,6 +145,14 @@ def create_app(
     # One route for both, so that the error for other methods lists all allowed ones.
     methods = ["GET", "HEAD", "DELETE"]
     app.add_api_route("/v1/responses/{response_id}", store.serve, methods=methods, response_class=Response)
+
+    _add(app, "POST", "/v1/files", batches.upload)
+    _add(app, "GET", "/v1/files", batches.list_files)
+    app.add_api_route("/v1/files/{file_id}", batches.serve_file, methods=methods, response_class=Response)
+    _add(app, "GET", "/v1/files/{file_id}/content", batches.read_file)
+    _add(app, "GET", "/v1/batches", batches.list_batches)
+    _add(app, "GET", "/v1/batches/{batch_id}", batches.serve_batch)
+    _add(app, "POST", "/v1/batches/{batch_id}/cancel", batches.cancel)
 
     async def describe_interface(request: Request) -> Response:
         return Response(document, media_type="application/json")

@@ -37,13 +37,15 @@ _OPEN_ENDPOINTS = frozenset(
 """Endpoints without API key: for probes, and for browsers that open the console or the documentation."""
 ENDPOINTS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", *_OPEN_ENDPOINTS}
-    | {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
+    | {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/files", "/v1/batches"}
     | {"/debug/decisions", "/debug/index", "/debug/console", "/debug/replicas"}
     | {"/reset_prefix_cache", "/flush_cache", "/tokenizer_info"}
 )
 _WITH_NAME = (
     ("/v1/models/", "/v1/models/{id}"),
     ("/v1/responses/", "/v1/responses/{id}"),
+    ("/v1/files/", "/v1/files/{id}"),
+    ("/v1/batches/", "/v1/batches/{id}"),
     ("/debug/decisions/", "/debug/decisions/{id}"),
     ("/console/", "/console/{file}"),
 )

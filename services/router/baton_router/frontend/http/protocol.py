@@ -12,6 +12,7 @@ import logging
 import re
 import time
 import urllib.parse
+from abc import abstractmethod
 from asyncio import TimerHandle
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from baton.errors import QueueFullError, UnavailableError
+from baton.errors import InternalError, QueueFullError, UnavailableError
 from baton_router.frontend.http.bodies import Body, BodyBudget
 from baton_router.frontend.http.errors import error_object, http_error_code
 from baton_router.frontend.http.middleware import (
@@ -162,8 +163,76 @@ class Handler(Protocol):
         """Respond to a request with an error."""
 
 
-class HttpExchange:
-    """A request and its answer, without ASGI between the socket and the endpoint.
+class Exchange:
+    """A request and its answer, as endpoints see them. Without a connection of its own it is answered in one piece.
+
+    Attributes:
+        path: Path of the endpoint.
+        headers: Headers of the request, with names in lower case.
+        request_id: Identifier of the request.
+        account: Account of the API key; ``None`` without API keys.
+        chunked: Whether a streamed answer is sent in HTTP chunks.
+        status: Status of the answer, for the metrics; 0 before it has started.
+        on_gone: Called once when the client has gone.
+        on_flow: Called with ``True`` when the client reads too slowly, and with ``False`` when it has caught up.
+    """
+
+    __slots__ = ("account", "chunked", "headers", "on_flow", "on_gone", "path", "request_id", "status")
+
+    path: str
+    headers: Headers
+    request_id: str
+    account: Account | None
+    chunked: bool
+    status: int
+    on_gone: Callable[[], object] | None
+    on_flow: Callable[[bool], None] | None
+
+    @property
+    def tenant(self) -> str:
+        """Name of the tenant whose share of memory and time the body takes."""
+        return self.account.name if self.account is not None else ""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads too slowly."""
+        return False
+
+    def close_body(self) -> None:
+        """Free the memory of the body, if it is counted."""
+
+    @abstractmethod
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        """Send a whole answer.
+
+        Args:
+            status: HTTP status.
+            headers: Header lines, each with its line break.
+            body: Body of the answer.
+        """
+
+    def start(self, status: int, headers: bytes) -> None:
+        """Start an answer in pieces; its head is sent with the first piece, or by :meth:`send_head`."""
+        raise InternalError("this request is answered in one piece")
+
+    def send_head(self) -> None:
+        """Send the head of an answer before its first piece."""
+
+    def send(self, piece: bytes) -> None:
+        """Send a piece, which must not be empty."""
+
+    def send_chunks(self, chunks: bytes) -> None:
+        """Send pieces that are encoded as HTTP chunks already, after the first piece; only if :attr:`chunked`."""
+
+    def finish(self, piece: bytes) -> None:
+        """Send the last piece, which must not be empty."""
+
+    def abort(self) -> None:
+        """Abort an answer that cannot be completed: its client does not read."""
+
+
+class HttpExchange(Exchange):
+    """An exchange over a connection, without ASGI between the socket and the endpoint.
 
     The body is gathered within the bounds of the handler and its budget. Then the handler serves the request, once the
     answers to the earlier requests of the connection are complete. A request that is refused because of its head or
@@ -172,17 +241,9 @@ class HttpExchange:
     It replaces uvicorn's ``RequestResponseCycle``, and has the attributes that the protocol uses of it.
 
     Attributes:
-        path: Path of the endpoint.
-        headers: Headers of the request, with names in lower case.
-        request_id: Identifier of the request.
-        account: Account of the API key; ``None`` without API keys.
         max_body_bytes: Longest body that is read, in bytes.
         common: Header lines that every answer to the request has.
-        chunked: Whether a streamed answer is sent in HTTP chunks.
         in_turn: Whether the answers to the earlier requests are complete.
-        status: Status of the answer, for the metrics; 0 before it has started.
-        on_gone: Called once when the client has gone.
-        on_flow: Called with ``True`` when the client reads too slowly, and with ``False`` when it has caught up.
         disconnected: Whether the client has gone.
         response_complete: Whether the answer is complete.
         keep_alive: Whether the connection stays open.
@@ -201,20 +262,12 @@ class HttpExchange:
         "_refusal",
         "_timer",
         "_whole",
-        "account",
-        "chunked",
         "common",
         "disconnected",
-        "headers",
         "in_turn",
         "keep_alive",
         "max_body_bytes",
-        "on_flow",
-        "on_gone",
-        "path",
-        "request_id",
         "response_complete",
-        "status",
     )
 
     def __init__(self, connection: HttpProtocol, handler: Handler, path: str, *, in_turn: bool) -> None:
@@ -349,49 +402,36 @@ class HttpExchange:
         return bool(self._connection.flow.write_paused)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """Send a whole answer.
-
-        Args:
-            status: HTTP status.
-            headers: Header lines, each with its line break.
-            body: Body of the answer.
-        """
         head = self._begin(status, headers + b"content-length: %d\r\n" % len(body))
         self._write(head + body)
         self._end()
 
     def start(self, status: int, headers: bytes) -> None:
-        """Start an answer in pieces; its head is sent with the first piece, or by :meth:`send_head`."""
         if not self.chunked:  # the end of the connection is the end of the answer
             self.keep_alive = False
         self._head = self._begin(status, headers + b"transfer-encoding: chunked\r\n" if self.chunked else headers)
 
     def send_head(self) -> None:
-        """Send the head of an answer before its first piece."""
         head = self._head
         self._head = b""
         self._write(head)
 
     def send(self, piece: bytes) -> None:
-        """Send a piece, which must not be empty."""
         head = self._head
         self._head = b""
         self._write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
 
     def send_chunks(self, chunks: bytes) -> None:
-        """Send pieces that are encoded as HTTP chunks already, after the first piece; only if :attr:`chunked`."""
         if not self.disconnected:
             self._connection.transport.write(chunks)
 
     def finish(self, piece: bytes) -> None:
-        """Send the last piece, which must not be empty."""
         head = self._head
         self._head = b""
         self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
         self._end()
 
     def abort(self) -> None:
-        """Abort the connection of an answer that cannot be completed: its client does not read."""
         self.response_complete = True
         self._count()
         self._connection.transport.abort()

@@ -43,7 +43,7 @@ from baton_router.frontend.http.bodies import (
 )
 from baton_router.frontend.http.errors import answer_to
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
-from baton_router.frontend.http.protocol import HttpExchange, check_media
+from baton_router.frontend.http.protocol import Exchange, HttpExchange, check_media
 from baton_router.frontend.openai.answer import EventStream, Formatter, WholeAnswer
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers
 from baton_router.frontend.openai.schemas import (
@@ -309,7 +309,7 @@ class PostEndpoints:
         except UnavailableError:
             return MAX_BODY_BYTES  # it is refused for that when it is served
 
-    def serve(self, exchange: HttpExchange, body: bytearray) -> None:
+    def serve(self, exchange: Exchange, body: bytes | bytearray) -> None:
         """Serve a request, now or later."""
         endpoint = self._endpoints[exchange.path]
         if len(body) > INLINE_BYTES:
@@ -327,13 +327,13 @@ class PostEndpoints:
         else:
             self.steps.schedule(PREPARE, Generation.prepare, generation)
 
-    def _generation(self, exchange: HttpExchange, endpoint: GenerationEndpoint, value: Any) -> Generation:
+    def _generation(self, exchange: Exchange, endpoint: GenerationEndpoint, value: Any) -> Generation:
         request = endpoint.parse(value, exchange.account)
         apply_headers(request.requests, exchange.headers, exchange.account)
         return Generation(self, exchange, endpoint, request)
 
     async def _serve_large(
-        self, exchange: HttpExchange, endpoint: GenerationEndpoint | PlainEndpoint, body: bytearray
+        self, exchange: Exchange, endpoint: GenerationEndpoint | PlainEndpoint, body: bytes | bytearray
     ) -> None:
         """Decode a body in a thread, and serve it; one that is refused counts against its tenant's limits, too."""
         try:
@@ -352,13 +352,13 @@ class PostEndpoints:
         elif isinstance(endpoint, PlainEndpoint):
             await self._serve_plain(exchange, endpoint, value)
 
-    def _begin(self, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         exchange.on_gone = task.cancel
 
-    async def _serve_plain(self, exchange: HttpExchange, endpoint: PlainEndpoint, value: Any) -> None:
+    async def _serve_plain(self, exchange: Exchange, endpoint: PlainEndpoint, value: Any) -> None:
         try:
             schema = endpoint.schema
             body = parse_body(schema, value)
@@ -369,7 +369,7 @@ class PostEndpoints:
         else:
             exchange.respond(200, headers + _JSON_HEADER, answer)
 
-    def refuse(self, exchange: HttpExchange, error: Exception) -> None:
+    def refuse(self, exchange: Exchange, error: Exception) -> None:
         if not isinstance(error, BatonError | HTTPException):
             error = hide(error, exchange)
         endpoint = self._endpoints[exchange.path]
@@ -418,7 +418,7 @@ class Generation:
     )
 
     def __init__(
-        self, endpoints: PostEndpoints, exchange: HttpExchange, endpoint: GenerationEndpoint, request: OpenAIRequest
+        self, endpoints: PostEndpoints, exchange: Exchange, endpoint: GenerationEndpoint, request: OpenAIRequest
     ) -> None:
         self._endpoints = endpoints
         self._exchange = exchange
@@ -631,7 +631,7 @@ _OWN_HEADERS = frozenset({b"content-length", b"connection"})
 """Headers of error responses that the exchange writes itself."""
 
 
-def hide(error: Exception, exchange: HttpExchange) -> InternalError:
+def hide(error: Exception, exchange: Exchange) -> InternalError:
     """Log an error that clients must not see, and return the one for them."""
     log.error(
         "request %s to %s failed",
