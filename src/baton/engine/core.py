@@ -34,7 +34,7 @@ from baton.kv_cache.block_pool import BlockPool
 from baton.kv_cache.connector import KVConnector, LoadUpdate
 from baton.kv_cache.events import BlocksStored, KVEvent, merge_events
 from baton.kv_cache.shards import KVShards
-from baton.types import FinishReason, RequestId, SamplingParams
+from baton.types import BACKGROUND_PRIORITY, FinishReason, RequestId, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -151,13 +151,14 @@ class EngineCore:
         if self._scheduler.num_waiting >= self._config.max_queue:
             raise QueueFullError(f"{self._config.max_queue} requests wait already", retry_after_s=1.0)
         self._bridge.stop_saving(request_id)
+        is_background = request.priority >= BACKGROUND_PRIORITY
         stop_ids = frozenset(sampling.stop_token_ids)
         group = RequestGroup(
             request=request,
             sampling=sampling,
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self.executor.eos_token_ids,
             root=root_hash(self._content_key, request.cache_salt, request.adapter or ""),
-            priority=request.priority if self._config.policy == "priority" else 0,
+            priority=request.priority if self._config.policy == "priority" or is_background else 0,
             arrival=self._arrivals,
             arrived_ns=time.monotonic_ns(),
             prompt_logprobs=None if sampling.prompt_logprobs is None else [None],

@@ -19,6 +19,10 @@ prefill (in chunks), admission from the queue. Beside decodes, prompts are cut d
 * A big request at the queue's head lets smaller ones pass while there is no room for it, :data:`PASSES` times; then it
   is not overtaken any more, so it is not starved. What has begun to answer is never overtaken.
 * Under the policy ``priority`` a request preempts what is less important, for a slot of the batch or for blocks.
+* *Background* requests (:data:`~baton.types.BACKGROUND_PRIORITY`) come last under every policy, may be preempted by all
+  others, and get nothing in steps that compute another request's prompt. Their own prompts get a small part of a step,
+  because a request that arrives meanwhile waits for its end. They only pause while others make progress: what holds
+  blocks and cannot be preempted goes on as soon as nothing else can.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from baton.engine.sequence import PrefixHit, Sequence, SequenceState, SortKey, W
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
 from baton.errors import InternalError
 from baton.kv_cache.block_pool import BlockPool
-from baton.types import FinishReason
+from baton.types import BACKGROUND_PRIORITY, FinishReason
 
 
 class WaitingQueue:
@@ -69,6 +73,11 @@ class WaitingQueue:
         for key in self._keys.copy():
             if (sequence := self._live.get(key)) is not None:
                 yield sequence
+
+    @property
+    def last_key(self) -> SortKey:
+        """Sort key of the last sequence; if there is none, one before all others."""
+        return self._keys[-1] if self._keys else _FIRST_KEY
 
     def push(self, sequence: Sequence) -> None:
         self._live[sequence.key] = sequence
@@ -214,7 +223,13 @@ MOST_QUERIES = 32
 PROMPT_LOGPROB_ROWS = 64
 """Prompt tokens of a step whose log probabilities are computed: each takes a row of logits."""
 
+_FIRST_KEY: SortKey = (-(2**31), -1, -1)
+"""Sort key before all sequences."""
 _by_key = attrgetter("key")
+BACKGROUND: SortKey = (BACKGROUND_PRIORITY, -1, -1)
+"""Sort key before those of all background sequences, and behind all others."""
+BACKGROUND_PART = 8
+"""A step has at most this part of its budget of tokens for background sequences' prompts: 1/8."""
 _MAY_ROLL_BACK = {SequenceState.WAITING, SequenceState.LOADED, SequenceState.RUNNING}
 
 
@@ -234,6 +249,7 @@ class StepPlan:
             sequence's last token. Other drafts are chains.
         num_scored: Prompt tokens at most whose log probabilities are computed.
         work: What the step computes, for the estimate of its time; ``None``: not estimated.
+        has_prompts: Whether a part of a prompt is computed.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
@@ -241,6 +257,7 @@ class StepPlan:
     trees: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)
     num_scored: int = 0
     work: StepWork | None = None
+    has_prompts: bool = False
 
     def __len__(self) -> int:
         """Number of sequences in the step."""
@@ -302,19 +319,35 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next step; reserves their blocks, admits and preempts sequences."""
         plan = StepPlan()
-        preemptions = self.num_preemptions
         while self.loaded and len(self.running) < self._max_seqs:
             self._start_running(self.loaded.pop(0))
-        budget = self._plan_decodes(plan, self._budget)
+        first = bisect_left(self.running, BACKGROUND, key=_by_key)
+        self._plan_class(plan, self.running[:first])
+        if not plan.has_prompts and self._has_background():
+            # What is running may have changed: a sequence that was admitted, and those that it preempted.
+            self._plan_class(plan, [x for x in self.running if x.key > BACKGROUND], background=True)
+        return plan
+
+    def _has_background(self) -> bool:
+        """Whether there are background sequences that wait or run."""
+        return bool(self.running and self.running[-1].key > BACKGROUND) or any(
+            queue.last_key > BACKGROUND for queue in (self.waiting, self.waiting_to_load)
+        )
+
+    def _plan_class(self, plan: StepPlan, running: list[Sequence], *, background: bool = False) -> None:
+        """Add running sequences to a plan, and admit waiting ones of their class."""
+        preemptions = self.num_preemptions
+        budget = self._plan_decodes(plan, running, self._budget - plan.num_tokens)
         if self.step_budget is not None:
             plan.work = work_of_decodes(plan)
-        if len(plan) == len(self.running) and not (self.waiting or self.waiting_to_load):
-            return plan
+        if all(x in plan.counts for x in running) and not (self.waiting or self.waiting_to_load):
+            return
+        if background:
+            budget = min(budget, max(self._block_size, self._budget // BACKGROUND_PART))
         room = self._prefill_room(plan)
-        budget = self._plan_prefills(plan, budget, room)
+        budget = self._plan_prefills(plan, running, budget, room)
         if self.num_preemptions == preemptions:
-            self._admit_waiting(plan, budget, room)
-        return plan
+            self._admit_waiting(plan, budget, room, background=background)
 
     def schedule_ahead(self) -> StepPlan:
         """Choose the tokens of the step after a launched one, as if all its expected tokens had been sampled.
@@ -328,13 +361,15 @@ class Scheduler:
         missing = 0
         for sequence in itertools.chain(self.running, self.loaded):
             missing += max(0, -(-(sequence.num_tokens + sequence.num_expected) // size) - len(sequence.block_ids))
-        if missing * self._groups.count > self._pool.num_free or (self._preempts and self.num_waiting):
+        if missing * self._groups.count > self._pool.num_free or (
+            self.num_waiting and (self._preempts or self._has_background())
+        ):
             return StepPlan()
         return self.schedule()
 
-    def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
+    def _plan_decodes(self, plan: StepPlan, running: list[Sequence], budget: int) -> int:
         more = budget - len(self.running)  # each gets one token first
-        for sequence in self.running.copy():
+        for sequence in running:
             count = min(budget, self._decode_tokens(sequence, more))
             if count and self._make_room(sequence, sequence.num_launched + count, plan):
                 plan.counts[sequence] = count
@@ -358,8 +393,8 @@ class Scheduler:
             return None
         return self.step_budget.prefill_room(plan.work, self._block_size)
 
-    def _plan_prefills(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> int:
-        for sequence in [other for other in self.running if other not in plan.counts]:
+    def _plan_prefills(self, plan: StepPlan, running: list[Sequence], budget: int, room: PrefillRoom | None) -> int:
+        for sequence in [other for other in running if other not in plan.counts]:
             count = self._chunk_size(plan, sequence, budget, room)
             if count and self._make_room(sequence, sequence.num_launched + count, plan):
                 budget -= self._plan_chunk(plan, sequence, count, room)
@@ -374,6 +409,7 @@ class Scheduler:
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int, room: PrefillRoom | None) -> int:
         plan.counts[sequence] = count
+        plan.has_prompts = True
         if sequence.wants_prompt_logprobs:
             plan.num_scored += count
             if plan.work is not None:
@@ -391,12 +427,17 @@ class Scheduler:
         """Return the sequences of :attr:`num_waiting`; other threads may walk over them."""
         return itertools.chain(self.waiting, self.waiting_to_load, tuple(self.loaded))
 
-    def _admit_waiting(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> None:
-        """Admit waiting sequences in order; while the first one is too big, try some smaller ones behind it."""
+    def _admit_waiting(self, plan: StepPlan, budget: int, room: PrefillRoom | None, *, background: bool) -> None:
+        """Admit waiting sequences in order; while the first one is too big, try some smaller ones behind it.
+
+        No background sequence passes another one that waits for blocks or a slot.
+        """
         too_big: Sequence | None = None
         left = LOOKAHEAD
         forecast = self._block_forecast()
         for sequence in heapq.merge(self.waiting.in_order(), self.waiting_to_load.in_order(), key=_by_key):
+            if (sequence.key > BACKGROUND) != background and (not background or sequence in self.waiting):
+                return
             # What may come from outside costs this step nothing.
             if not budget or (room is not None and room.full and not self._bridge.may_load(sequence)):
                 return

@@ -17,10 +17,10 @@ from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.runner.input_batch import ForwardBatch
-from baton.engine.scheduler import PASSES
+from baton.engine.scheduler import BACKGROUND_PART, PASSES
 from baton.engine.sequence import SequenceState
 from baton.errors import QueueFullError
-from baton.types import FinishReason, RequestId, SamplingParams
+from baton.types import BACKGROUND_PRIORITY, FinishReason, RequestId, SamplingParams
 
 BLOCK = 4
 
@@ -108,7 +108,7 @@ arrivals = st.builds(
     prefix=st.integers(0, 2),
     length=st.integers(1, 36),
     max_tokens=st.integers(1, 12),
-    priority=st.integers(-1, 1),
+    priority=st.sampled_from([-1, 0, 1, BACKGROUND_PRIORITY]),
     abort_after=st.one_of(st.none(), st.none(), st.integers(0, 12)),
 )
 
@@ -311,6 +311,66 @@ def test_under_priority_the_least_important_is_preempted() -> None:
     ends = {output.request_id: output.metrics for output in run(core) if output.finish_reason}
     assert ends[RequestId("important")].num_preemptions == 0  # type: ignore[union-attr]
     assert ends[RequestId("unimportant")].num_preemptions > 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_background_request_pauses_while_another_prompt_is_computed(policy: str) -> None:
+    core, runner = make(policy=policy)
+    core.add_request(request("background", prompt_of(1, 4), max_tokens=20, priority=BACKGROUND_PRIORITY))
+    outputs = core.step() + core.step()
+    core.add_request(request("other", prompt_of(2, 20), max_tokens=4))
+    before = len(runner.steps)
+    while not tokens_of(outputs, "other"):
+        outputs += core.step()
+    assert runner.steps[before:] == [[8], [8], [4]]
+    outputs += core.step()
+    assert runner.steps[-1] == [1, 1]  # beside decodes it goes on
+    outputs += run(core)
+    assert tokens_of(outputs, "background") == expected(tuple(prompt_of(1, 4)), 20)
+    assert tokens_of(outputs, "other") == expected(tuple(prompt_of(2, 20)), 4)
+
+
+def test_a_background_prompt_gets_a_small_part_of_a_step() -> None:
+    core, runner = make(max_num_batched_tokens=48, prefill_chunk=48)
+    for i in range(3):
+        core.add_request(request(str(i), prompt_of(i, 12), max_tokens=2, priority=BACKGROUND_PRIORITY))
+    run(core)
+    assert max(map(sum, runner.steps)) <= 48 // BACKGROUND_PART + 3  # and a token per decode
+
+
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_blocks": 16}], ids=["slots", "blocks"])
+def test_background_requests_are_preempted_under_every_policy(limits: dict[str, int]) -> None:
+    core, _ = make(**limits)
+    for i in range(2):
+        core.add_request(request(f"b{i}", prompt_of(i, 8), max_tokens=24, priority=BACKGROUND_PRIORITY))
+    outputs: list[SequenceOutput] = []
+    while not tokens_of(outputs, "b1"):
+        outputs += core.step()
+    core.add_request(request("other", prompt_of(7, 30), max_tokens=3))
+    while not tokens_of(outputs, "other"):
+        outputs += core.step()
+    assert len(tokens_of(outputs, "b0")) < 24
+    outputs += run(core)
+    assert core.stats().num_preemptions > 0
+    for i in range(2):
+        assert tokens_of(outputs, f"b{i}") == expected(tuple(prompt_of(i, 8)), 24)
+
+
+def test_a_background_prompt_whose_blocks_others_wait_for_is_computed() -> None:
+    core, _ = make(num_blocks=12)
+    kept = EngineRequest(
+        RequestId("kept"), prompt_of(2, 40), SamplingParams(temperature=0.0), prefill_only=True,
+        priority=BACKGROUND_PRIORITY,
+    )  # fmt: skip
+    core.add_request(kept)
+    core.step()
+    core.add_request(request("other", prompt_of(1, 30), max_tokens=2))
+    outputs: list[SequenceOutput] = []
+    while not tokens_of(outputs, "kept"):
+        outputs += core.step()
+    core.release(RequestId("kept"))
+    outputs += run(core)
+    assert tokens_of(outputs, "other") == expected(tuple(prompt_of(1, 30)), 2)
 
 
 def test_a_full_hit_computes_the_tail_alone() -> None:
