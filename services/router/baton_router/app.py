@@ -9,6 +9,7 @@ import math
 import resource
 import socket
 import ssl
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -235,6 +236,7 @@ def _build_web(
     pipeline: _Pipeline,
     metrics: ServiceMetrics,
     is_ready: Callable[[], bool],
+    now: Callable[[], float],
 ) -> _Web:
     registry = cluster.registry
     keyed = credentials.accounts is not None
@@ -246,7 +248,7 @@ def _build_web(
         config.batch_tenant_bytes,
         config.batch_tenant_batches,
     )
-    batches = BatchEndpoints(store, limits)
+    batches = BatchEndpoints(store, limits, now=now)
     front = create_app(
         pipeline.processor,
         pipeline.dispatcher,
@@ -271,7 +273,7 @@ def _build_web(
     runner = None
     if store is not None:
         slots = BackgroundSlots(pipeline.dispatcher.admission)
-        runner = BatchRunner(store, front.posts, credentials.accounts, slots, metrics, config.batch_lines)
+        runner = BatchRunner(store, front.posts, credentials.accounts, slots, metrics, config.batch_lines, now)
         batches.on_change = runner.wake
     insight = DebugEndpoints(
         front.app,
@@ -306,6 +308,7 @@ class RouterApp:
 
     Args:
         config: Configuration of the router.
+        now: Clock of files and batches, in Unix seconds.
 
     Attributes:
         metrics: Metrics of the process.
@@ -320,13 +323,15 @@ class RouterApp:
         ConfigError: A file cannot be read, or the address is open to others without authentication.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, now: Callable[[], float] = time.time) -> None:
         self._config = config
         self.metrics = ServiceMetrics("router")
         self._credentials = _read_credentials(config)
         self._cluster = _build_cluster(config, self._credentials, self.metrics)
         self._pipeline = _build_pipeline(config, self._cluster, self.metrics)
-        self._web = _build_web(config, self._credentials, self._cluster, self._pipeline, self.metrics, self.is_ready)
+        self._web = _build_web(
+            config, self._credentials, self._cluster, self._pipeline, self.metrics, self.is_ready, now
+        )
         self._http = self._web.server
         self.registry = self._cluster.registry
         self.dispatcher = self._pipeline.dispatcher

@@ -1,7 +1,7 @@
 """Requests of the lowest class, which run in capacity that nothing else needs.
 
 They start only while much of the cluster is idle: how many may run follows from the load at each moment. When another
-request has to wait, the newest of them are interrupted until it can start; whoever sent them sends them again. On the
+request has to wait, the newest of them are interrupted until it can start, and their sender sends them again. On the
 instances they give way by their priority (``BACKGROUND_PRIORITY``).
 """
 
@@ -46,6 +46,8 @@ class BackgroundSlots:
         self._admission = admission
         self._running: dict[Interruptible, None] = {}
         self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        self._granted: set[str] = set()
+        """Tenants of the requests that started since the last look."""
         self._ticker: asyncio.Handle | None = None
         admission.on_wait = self._give_way
 
@@ -56,7 +58,10 @@ class BackgroundSlots:
 
     def may_run(self, account: Account | None) -> bool:
         """Whether a tenant's limits leave enough for its other requests."""
-        return account is None or self._admission.has_spare(account)
+        if account is None or not account.limited:
+            return True
+        # What was granted just now does not count against the limits yet.
+        return account.name not in self._granted and self._admission.has_spare(account)
 
     async def acquire(self, tenant: str, make: Callable[[], I | None]) -> I:
         """Wait for idle capacity.
@@ -93,6 +98,7 @@ class BackgroundSlots:
 
     def _tick(self) -> None:
         self._ticker = None
+        self._granted.clear()
         left = self._admission.idle_sequences(len(self._running)) if self._waiting else 0
         while left > 0 and (granted := self._grant_next()):
             left -= granted
@@ -107,6 +113,7 @@ class BackgroundSlots:
             if request is None:
                 continue
             self._running[request] = None
+            self._granted.add(tenant)
             self._remove(tenant, waiter)
             if tenant in self._waiting:
                 self._waiting.move_to_end(tenant)

@@ -110,7 +110,7 @@ class Admission:
 
     def has_spare(self, account: Account) -> bool:
         """Whether at least half of each of a tenant's limits is unused."""
-        return not account.limited or self._tenants.has_spare(account)
+        return self._tenants.has_spare(account)
 
     def rate(self) -> float:
         """Return the tokens per second that leave the queue, or would if it were not empty; 0: unknown."""

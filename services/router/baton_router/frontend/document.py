@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ import msgspec
 
 from baton.version import __version__
 from baton_router.frontend.anthropic import schemas as messages
+from baton_router.frontend.batches import schemas as batches
 from baton_router.frontend.openai import answer_schemas as answers
 from baton_router.frontend.openai.responses import ResponsesBody
 from baton_router.frontend.openai.schemas import (
@@ -24,6 +25,7 @@ from baton_router.frontend.openai.schemas import (
 
 Schema = dict[str, Any]
 _JSON = "application/json"
+_FORM = "multipart/form-data"
 _EVENTS = "text/event-stream"
 _HTML = "text/html; charset=utf-8"
 _ANY: Final = (400, 403, 414, 417, 431, 500, 501, 503, 505)
@@ -42,7 +44,8 @@ class Operation:
     Attributes:
         summary: One line of description.
         answer: Successful response: a struct, a schema, or a media type.
-        body: Schema of the request body; ``None`` without body.
+        body: Schema of the request body; ``None`` without JSON body.
+        form: Schema of a ``multipart/form-data`` body; empty: it has none.
         event: Struct of the events of a streamed answer; ``None`` if it cannot be streamed.
         ends: Data of the event that ends a stream; empty if it is an ordinary event.
         error: Struct of error responses.
@@ -55,6 +58,7 @@ class Operation:
     summary: str
     answer: type[msgspec.Struct] | Schema | str
     body: type[Body] | None = None
+    form: Schema = field(default_factory=dict)
     event: type[msgspec.Struct] | None = None
     ends: str = ""
     error: type[msgspec.Struct] = answers.Error
@@ -74,6 +78,9 @@ def _parameter(place: str, name: str, description: str, **schema: Any) -> Schema
     }
 
 
+_KEEPS: Final = (408, 413, 429)
+_FILE_ID = _parameter("path", "file_id", "Its id.", type="string", minLength=1)
+_BATCH_ID = _parameter("path", "batch_id", "Its id.", type="string", minLength=1)
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
         "Answer a conversation.",
@@ -132,6 +139,54 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers.DeletedResponse,
         errors=(404,),
         parameters=(_parameter("path", "response_id", "Its id.", type="string", minLength=1),),
+    ),
+    ("POST", "/v1/files"): Operation(
+        "Keep a file with the lines of a batch.",
+        batches.File,
+        form=batches.UPLOAD_FORM,
+        errors=_KEEPS,
+    ),
+    ("GET", "/v1/files"): Operation(
+        "List files.",
+        batches.FileList,
+        errors=(404,),
+        parameters=(
+            _parameter("query", "purpose", "Only files of it.", enum=["batch", "batch_output"]),
+            _parameter("query", "order", "By time of creation; default: desc.", enum=["asc", "desc"]),
+            _parameter("query", "limit", "Most files; default: 10000.", type="integer", minimum=1, maximum=10_000),
+            _parameter("query", "after", "Id of the file before the first one.", type="string"),
+        ),
+    ),
+    ("GET", "/v1/files/{file_id}"): Operation("Describe a file.", batches.File, errors=(404,), parameters=(_FILE_ID,)),
+    ("GET", "/v1/files/{file_id}/content"): Operation(
+        "Return the content of a file.", "application/jsonl", errors=(404,), parameters=(_FILE_ID,)
+    ),
+    ("DELETE", "/v1/files/{file_id}"): Operation(
+        "Remove a file; 409 while a batch reads it.",
+        batches.DeletedFile,
+        errors=(404, 409),
+        parameters=(_FILE_ID,),
+    ),
+    ("POST", "/v1/batches"): Operation(
+        "Answer the lines of a file in idle capacity.", batches.Batch, batches.CreateBatchBody, errors=_BODY
+    ),
+    ("GET", "/v1/batches"): Operation(
+        "List batches, newest first.",
+        batches.BatchList,
+        errors=(404,),
+        parameters=(
+            _parameter("query", "limit", "Most batches; default: 20.", type="integer", minimum=1, maximum=100),
+            _parameter("query", "after", "Id of the batch before the first one.", type="string"),
+        ),
+    ),
+    ("GET", "/v1/batches/{batch_id}"): Operation(
+        "Describe a batch.", batches.Batch, errors=(404,), parameters=(_BATCH_ID,)
+    ),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation(
+        "Cancel a batch; 409 if it has ended.",
+        batches.Batch,
+        errors=(404, 409),
+        parameters=(_BATCH_ID,),
     ),
     ("POST", "/v1/messages"): Operation(
         "Answer a conversation, as Anthropic's Messages.",
@@ -255,6 +310,8 @@ def _operation(operation: Operation, name: str, keyed: bool) -> Schema:
     }
     if operation.parameters:
         document["parameters"] = [*operation.parameters]
+    if operation.form:
+        document["requestBody"] = {"required": True, "content": {_FORM: {"schema": operation.form}}}
     if operation.body is not None:
         document["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(operation.body)}}}
     return document

@@ -146,13 +146,13 @@ class BatchEndpoints:
             created_at=now,
             removed_at=now + _UPLOAD_S,
         )
-        await store.put(record)
+        await store.write_record(record)
         upload = _Upload(store, record, limit)
         try:
             await self._receive(request, parser, upload)
             record = upload.finish(now)
             await self._check_room(tenant, record.size)
-            if not await store.put(record, expected=UPLOADING):
+            if not await store.write_record(record, expected=UPLOADING):
                 raise HTTPException(408, f"the file did not arrive within {_UPLOAD_S} s")
         except BaseException:
             await asyncio.shield(store.delete(record))
@@ -269,7 +269,7 @@ class BatchEndpoints:
             output_s=kept_s,
             metadata=body.metadata,
         )
-        await store.put(record)
+        await store.write_record(record)
         self.on_change(record.id)
         return msgspec.to_builtins(await self._batch_object(record))
 
@@ -287,7 +287,7 @@ class BatchEndpoints:
                 raise BusyError(f"batch_id: a batch that is {record.status} cannot be cancelled", field="batch_id")
             times = {**record.times, "cancelling_at": int(self._now())}
             changed = msgspec.structs.replace(record, status="cancelling", times=times)
-            if await self._store.put(changed, expected=record.status):
+            if await self._store.write_record(changed, expected=record.status):
                 record = changed
                 break
         self.on_change(record.id)

@@ -71,7 +71,7 @@ class RedisBatchStore:
     def _key(self, kind: str, name: str = "") -> str:
         return f"{self._prefix}:{kind}:{name}"
 
-    async def put(self, record: Record, *, expected: str | None = None) -> bool:
+    async def write_record(self, record: Record, *, expected: str | None = None) -> bool:
         keys = [
             self._key("record", record.id),
             self._key("tenant", record.prefix + record.tenant),

@@ -318,7 +318,7 @@ class BatchRun:
         before = self.record.status
         times = {**self.record.times, f"{status}_at": int(self._context.now())}
         record = msgspec.structs.replace(self.record, status=status, times=times, **changes)
-        if not await self._store.put(record, expected=before):
+        if not await self._store.write_record(record, expected=before):
             self.wake.set()
             return False
         self.record = record
@@ -452,7 +452,7 @@ class BatchRun:
                     created_at=now,
                     removed_at=now + record.output_s,
                 )
-                await self._store.put(file)
+                await self._store.write_record(file)
         await self._change(status, has_output=has_file[0], has_errors=has_file[1])
 
     # --- lines and results ---

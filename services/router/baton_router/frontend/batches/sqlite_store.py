@@ -82,7 +82,7 @@ class SqliteBatchStore:
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"batches cannot be kept in {folder}: {error}", field=FIELD) from error
 
-    async def put(self, record: Record, *, expected: str | None = None) -> bool:
+    async def write_record(self, record: Record, *, expected: str | None = None) -> bool:
         values = (record.id, record.prefix, record.tenant, record.status, record.removed_at, encode_record(record))
         if expected is None:
             columns = "id, prefix, tenant, status, removed_at, body"

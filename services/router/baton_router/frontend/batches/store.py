@@ -127,7 +127,7 @@ class BatchStore(Protocol):
     All methods raise ``UnavailableError`` if what is below cannot be reached or has no room.
     """
 
-    async def put(self, record: Record, *, expected: str | None = None) -> bool:
+    async def write_record(self, record: Record, *, expected: str | None = None) -> bool:
         """Write a record.
 
         Args:
