@@ -29,6 +29,8 @@ TARGETS = {
     "kvstore": "store",
     "answers": "client",
     "proof": "client",
+    "forms": "batches",
+    "batch_lines": "batches",
     "disk": "files",
     "kv_files": "files",
     "gguf": "gguf",

@@ -220,12 +220,14 @@ class _Web:
         server: The HTTP server.
         insight: Answers of ``/debug`` and the console, which gRPC gives too.
         batches: Runs batches; ``None``: there is no store for them.
+        batch_store: Store of files and batches; ``None``: there is none.
         max_body_bytes: Returns the longest body of a request, in bytes.
     """
 
     server: _HttpServer
     insight: DebugEndpoints
     batches: BatchRunner | None
+    batch_store: BatchStore | None
     max_body_bytes: Callable[[], int]
 
 
@@ -300,7 +302,7 @@ def _build_web(
             timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
         )
     )
-    return _Web(server, insight, runner, front.posts.max_body_bytes)
+    return _Web(server, insight, runner, store, front.posts.max_body_bytes)
 
 
 class RouterApp:
@@ -435,6 +437,8 @@ class RouterApp:
             ends.append(self._grpc.stop(self._config.drain_timeout_s + _CUT_OFF_S))
         await asyncio.gather(*ends)
         time_is_up.cancel()
+        if self._web.batch_store is not None:
+            await self._web.batch_store.close()
         await self._preload.close()
         await self._pipeline.tickets.close()
         await self._reload.close()

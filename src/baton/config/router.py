@@ -138,8 +138,8 @@ class RouterConfig(ServiceConfig):
     queue_timeout_s: float = option(60.0, "seconds a request may wait in the router, or is refused with 503")
     batch_store: str = option(
         "",
-        "where /v1/files and /v1/batches keep files and batches: a directory, or redis: in --redis, for several "
-        "routers; default: nowhere, they answer 501",
+        "directory that /v1/files and /v1/batches keep files and batches in, or redis: in --redis; default: they "
+        "answer 501",
     )
     batch_file_bytes: int = option(100 << 20, "bytes of a file at most")
     batch_lines: int = option(50_000, "lines of a batch at most")

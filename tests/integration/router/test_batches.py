@@ -264,6 +264,8 @@ async def test_completions_and_responses_run_too(tmp_path: Path) -> None:
             batch = await wait_until(client, batch, "completed")
             (found,) = await results(client, batch.output_file_id)
             assert found["response"]["body"]["object"] in ("text_completion", "response")
+        with pytest.raises(openai.NotFoundError):  # it takes no place of the tenant's own responses
+            await client.responses.retrieve(found["response"]["body"]["id"])
 
 
 async def test_what_is_wrong_with_a_request_is_named(tmp_path: Path) -> None:

@@ -306,7 +306,9 @@ class BatchEndpoints:
         return await self._find(BatchRecord, ident, _owner(account_of(request)), "batch_id", "batch")
 
     async def _batch_object(self, record: BatchRecord) -> Batch:
-        completed, failed = [(await self._store.measure(x)).parts for x in (record.output_id, record.error_id)]
+        completed, failed = record.completed, record.failed
+        if record.status in OPEN_STATES:
+            completed, failed = [(await self._store.measure(x)).parts for x in (record.output_id, record.error_id)]
         errors = [msgspec.convert(each, BatchError) for each in record.errors]
         times: dict[str, Any] = {**record.times}
         return Batch(
@@ -315,8 +317,8 @@ class BatchEndpoints:
             errors=BatchErrors(data=errors) if errors else None,
             input_file_id=record.input_file_id,
             status=record.status,  # type: ignore[arg-type]
-            output_file_id=record.output_id if record.has_output else None,
-            error_file_id=record.error_id if record.has_errors else None,
+            output_file_id=record.output_id if record.completed else None,
+            error_file_id=record.error_id if record.failed else None,
             created_at=record.created_at,
             expires_at=record.expires_at,
             request_counts=RequestCounts(total=record.total, completed=completed, failed=failed),

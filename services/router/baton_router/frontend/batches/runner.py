@@ -61,6 +61,10 @@ _AT_ONCE = 1000
 """Results per write, where many lines end without an answer."""
 _PRIORITY = (b"x-baton-priority", str(BACKGROUND_PRIORITY).encode())
 _RETRY_AFTER = re.compile(rb"^retry-after: (\d+)", re.MULTILINE | re.IGNORECASE)
+_RESPONSES = "/v1/responses"
+_UNSTORED = b'{"store":false,'
+"""Begins bodies of responses: a batch must not push the tenant's others out of memory. A field of the line goes before
+it, as the later one of two counts; an empty body is refused in any case."""
 _AGAIN = frozenset({429, 502, 503})
 """Statuses of answers after which a line is sent again: nothing is wrong with it."""
 _NEVER_AGAIN = b'"code":"slo_unattainable"'
@@ -205,7 +209,6 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._context.store.close()
 
     def wake(self, batch_id: str) -> None:
         """Look at a batch at once: it is new, or is to be cancelled."""
@@ -227,7 +230,8 @@ class BatchRunner:
     async def _look(self) -> None:
         """Lease batches that no router runs, and remove what is kept no longer."""
         context = self._context
-        for record in await context.store.open_batches():
+        open_batches = await context.store.open_batches()
+        for record in open_batches:
             if record.id not in self._runs and await context.store.claim(record.id, context.owner, LEASE_S):
                 run = self._runs[record.id] = BatchRun(context, record)
                 task = asyncio.get_running_loop().create_task(self._run_batch(run))
@@ -236,8 +240,9 @@ class BatchRunner:
         now = context.now()
         if now >= self._swept_at + _SWEEP_S:
             self._swept_at = now
-            while due := await context.store.due_records(now):
-                for each in due:
+            in_use = {record.input_file_id for record in open_batches}
+            for each in await context.store.due_records(now):
+                if each.id not in in_use:
                     await context.store.delete(each)
 
     async def _run_batch(self, run: BatchRun) -> None:
@@ -399,9 +404,12 @@ class BatchRun:
     async def _answer(self, number: int, line: BatchLine, exchange: LineExchange) -> None:
         """Send a line until it has an answer that counts, and store that."""
         context = self._context
+        body = bytes(line.body)
+        if line.url == _RESPONSES:
+            body = _UNSTORED + body[1:]
         while True:
             try:
-                context.posts.serve(exchange, bytes(line.body))
+                context.posts.serve(exchange, body)
                 answer = await exchange.answer
             finally:
                 exchange.interrupt()
@@ -437,10 +445,10 @@ class BatchRun:
         """Make the records of the output and error file, and store the last state."""
         record = self.record
         now = int(self._context.now())
-        has_file = []
+        counts = []
         for ident, kind in ((record.output_id, "output"), (record.error_id, "error")):
             parts, size = await self._store.measure(ident)
-            has_file.append(parts > 0)
+            counts.append(parts)
             if parts:
                 file = FileRecord(
                     id=ident,
@@ -453,7 +461,7 @@ class BatchRun:
                     removed_at=now + record.output_s,
                 )
                 await self._store.write_record(file)
-        await self._change(status, has_output=has_file[0], has_errors=has_file[1])
+        await self._change(status, completed=counts[0], failed=counts[1])
 
     # --- lines and results ---
 

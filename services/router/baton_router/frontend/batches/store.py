@@ -72,8 +72,8 @@ class BatchRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         times: Times of changes of its state, by OpenAI's names of these fields, in Unix seconds.
         total: Number of lines, once they are validated.
         errors: Why validation failed, as OpenAI's ``errors.data``.
-        has_output: Whether there is an output file.
-        has_errors: Whether there is an error file.
+        completed: Number of lines in the output file, once the batch has ended.
+        failed: Number of lines in the error file, likewise.
     """
 
     prefix: ClassVar[str] = BATCH_PREFIX
@@ -93,8 +93,8 @@ class BatchRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     times: dict[str, int] = msgspec.field(default_factory=dict)
     total: int = 0
     errors: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    has_output: bool = False
-    has_errors: bool = False
+    completed: int = 0
+    failed: int = 0
 
 
 Record: TypeAlias = FileRecord | BatchRecord
