@@ -28,6 +28,8 @@ PATHS = {
     "tests/integration/router/dispatch/test_router_recovery.py": RANDOM,
     "tests/integration/router/test_index_recovery.py": RANDOM,
     "tests/integration/router/test_replicas.py": RANDOM,
+    "tests/integration/router/test_batches.py::test_a_killed_router_goes_on_and_nothing_is_lost_or_repeated": RANDOM,
+    "tests/integration/router/test_batches.py::test_another_router_takes_over": RANDOM,
     "tests/integration/client/test_several_routers.py": RANDOM,
     "tests/unit/kvstore/test_kvstore_disk_crash.py": RANDOM,
     "tests/e2e/test_sdk.py::test_a_stream_goes_on_when_its_router_and_then_its_instance_is_killed": RANDOM,

@@ -340,8 +340,9 @@ async def test_tenants_see_only_their_own(tmp_path: Path) -> None:
         assert [x async for x in b.batches.list()] == []
         assert [x.id async for x in a.batches.list()] == [batch.id]
         assert len([x async for x in a.files.list(purpose="batch_output")]) == 1
-        with pytest.raises(openai.AuthenticationError):
-            await client_of(url_of(made), "sk-cc").files.retrieve(batch.output_file_id)
+        async with client_of(url_of(made), "sk-cc") as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.files.retrieve(batch.output_file_id)
         # Beyond half of its limit its lines wait, and are not refused; its own requests have the other half.
         waiting = await create(a, [line(i) for i in range(9)])
         await wait_until(a, waiting, done=1)
