@@ -389,15 +389,18 @@ _ROUTER_EPILOG = """exit status:
 
 policies:
   all     Baton's own
-  rivals  formulae that other routers have published: dynamo_cost, sglang_cache_aware, llmd_scorer, preble_e2,
-          bounded_hashing
+  rivals  formulae that other routers have published: dynamo_cost, dynamo_agentic, dynamo_lmetric, llmd_scorer,
+          llmd_predicted, production_stack, sglang_cache_aware, aibrix_prefix_cache
+  bound   what no policy can beat
 
 scenarios, each with the other flags as they are given:
-  equal    as it is
-  unequal  --slow: a quarter of the instances of each role, at a third of the speed
-  bursts   --bursts 4
-  bounded  --cache-blocks 1000
-  many     64 instances of each role, and as many times faster arrivals as that is more
+  equal      as it is
+  unequal    --slow: a quarter of the instances of each role, at a third of the speed
+  bursts     --bursts 4
+  bounded    --cache-blocks 2000
+  unbounded  --cache-blocks 0
+  open       --open-loop, for traces that have delays
+  many       64 instances of each role, and as many times faster arrivals as that is more
 """
 
 
@@ -410,8 +413,11 @@ def add_router_parser(benches: argparse._SubParsersAction[argparse.ArgumentParse
         _ROUTER_EPILOG,
     )
     what = parser.add_argument_group("what to replay")
-    what.add_argument("--trace", default="", metavar="FILE", help="JSON lines as Mooncake publishes them")
+    what.add_argument("--trace", default="", metavar="FILE", help="a trace: Mooncake's, Azure's or LMCache's form")
+    what.add_argument("--traces", default="", help="one table over several: files, servegen, shared_prefix; or all")
+    what.add_argument("--trace-dir", default=".", metavar="DIR", help="folder whose traces --traces all reads")
     what.add_argument("--limit", type=int, default=None, help="requests of it at most")
+    what.add_argument("--open-loop", action="store_true", help="requests do not wait for their session's last answer")
     what.add_argument("--speedup", type=float, default=1.0, help="let requests arrive so many times faster")
     what.add_argument("--bursts", type=float, default=1.0, help="let each minute's requests arrive so much faster")
     what.add_argument("--generate", type=int, default=None, metavar="N", help="N requests with shared prefixes instead")
@@ -427,7 +433,7 @@ def add_router_parser(benches: argparse._SubParsersAction[argparse.ArgumentParse
     how = parser.add_argument_group("how")
     how.add_argument("--instances", type=int, default=8, help="prefill instances")
     how.add_argument("--decode-instances", type=int, default=None, help="decode instances (default: as many)")
-    how.add_argument("--policy", default="match_minus_load", help="policies to compare: a,b,c; all, rivals")
+    how.add_argument("--policy", default="match_minus_load", help="policies to compare: a,b,c; all, rivals, bound")
     how.add_argument("--scenarios", default="", help="replay in each of them: a,b,c, or all (see below)")
     how.add_argument("--beta", default="0.5", help="weights of load for match_minus_load, one run each")
     how.add_argument("--temperature", type=float, default=0.0, help="softmax temperature of match_minus_load")
@@ -436,16 +442,20 @@ def add_router_parser(benches: argparse._SubParsersAction[argparse.ArgumentParse
     how.add_argument("--patience-s", type=float, default=60.0, help="give up requests that waited so long in a queue")
     how.add_argument("--seed", type=int, default=0, help="of ties, draws and what is generated")
     group = parser.add_argument_group("simulated instances")
-    group.add_argument("--prefill-tokens-per-s", type=float, default=8000.0, help="of a prefill instance")
-    group.add_argument("--local-prefill-tokens-per-s", type=float, default=6000.0, help="of a decode instance")
-    group.add_argument("--gb-per-s", type=float, default=12.5, help="that a pair's pipe carries")
-    group.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="that it has to")
-    group.add_argument("--itl-ms", type=float, default=15.0, help="between two tokens of a sequence by itself")
-    group.add_argument("--itl-per-sequence-ms", type=float, default=0.3, help="that each other sequence adds")
+    group.add_argument("--profile", default="", metavar="FILE", help="from baton profile; default: Llama 70B, 8 H200s")
+    group.add_argument("--prefill-tokens-per-s", type=float, default=None, help="of a prefill instance")
+    group.add_argument("--local-prefill-tokens-per-s", type=float, default=None, help="of a decode instance")
+    group.add_argument("--gb-per-s", type=float, default=None, help="that a GPU's link carries")
+    group.add_argument("--kv-bytes-per-token", type=int, default=None, help="that it has to")
+    group.add_argument("--itl-ms", type=float, default=None, help="between two tokens of a sequence by itself")
+    group.add_argument("--itl-per-sequence-ms", type=float, default=None, help="that each other sequence adds")
     group.add_argument("--slow", type=int, default=0, metavar="N", help="N instances of each role are slower")
     group.add_argument("--slow-factor", type=float, default=3.0, help="so many times")
-    group.add_argument("--cache-blocks", type=int, default=0, help="blocks of 512 tokens an instance keeps; 0: all")
+    group.add_argument("--cache-blocks", type=int, default=None, help="blocks of 512 tokens of a pool; 0: any number")
     out = parser.add_argument_group("answers")
+    out.add_argument(
+        "--slo", action="append", default=[], metavar="METRIC:TIME", help="target of goodput: ttft:2s, itl:50ms, e2e:1s"
+    )
     out.add_argument("--json", action="store_true", help="one JSON object on standard output instead of a table")
     out.add_argument(
         "--plot",

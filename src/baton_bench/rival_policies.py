@@ -1,16 +1,13 @@
 """Placement formulae of other routers, as rows to compare with, after their publications, not their code.
 
-Each scores prefill and decode instances by itself, with what Baton's router knows of them: its exact prefix index and
-its own count of what is in flight, where the original goes by its own tracking or by scraped metrics. So rows compare
-formulae, not systems. Constants are the published defaults.
+Each names its source and version, and scores prefill and decode instances by itself, with what Baton's router knows of
+them: its exact prefix index and its own count of what is in flight, where the original goes by its own tracking or by
+scraped metrics. So rows compare formulae, not systems. Constants are the published defaults.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -18,11 +15,9 @@ import numpy as np
 
 from baton.types import InstanceId, Role
 from baton_router.scheduler.policy import FloatArray, Policy, Ratings, Request, Scores, Side
+from baton_router.scheduler.speeds import Speeds
 
 _BLOCK = 512
-_RING_POINTS = 8
-_BOUND = 1.25
-_HISTORY_REQUESTS = 4096
 _REFUSED = -1e9
 
 
@@ -41,28 +36,108 @@ class _Rival(Policy):
 
 
 class DynamoCost(_Rival):
-    """NVIDIA Dynamo's KV router: least ``overlap_weight * prefill blocks + decode blocks``, overlap_weight = 1.
+    """NVIDIA Dynamo's KV router, as of 1.7.0 (November 2026): least ``prefill blocks + decode blocks``.
 
-    Source: Dynamo's documentation, "KV Router", section on the cost function
-    (https://docs.nvidia.com/dynamo/latest/components/router/README.html). Prefill blocks: prompt tokens that wait on
-    the worker and those of this request that are not cached there, in blocks; decode blocks: blocks of the sequences
-    that run there. Temperature 0.
+    Source: ai-dynamo/dynamo, docs/components/router/router-concepts.md and router-configuration.md. Prefill blocks:
+    prompt tokens that wait on the worker and those of this request, less a credit for those cached there; decode
+    blocks: blocks of the sequences that run there. The credit is ``credit / (1 + decay * excess)``, with the worker's
+    excess of waiting prompt tokens over the least loaded in prompts like this one. Defaults: credit 1, decay 0, scale
+    1, weight of an active request 0, temperature 0.
 
-    Simplified: served apart, a prefill worker is rated by prefill blocks alone, a decode worker by both, as the
-    documentation says of disaggregated serving with one router each.
+    Simplified: served apart, a prefill worker is rated by prefill blocks alone, a decode worker by decode blocks and
+    without credit, as the documentation says of disaggregated serving with one router each.
     """
 
     name = "dynamo_cost"
+    credit = 1.0
+    decay = 0.0
+    scale = 1.0
+    request_blocks = 0.0
+
+    def _blocks(self, request: Request, side: Side) -> tuple[FloatArray, FloatArray]:
+        """Return the adjusted prefill blocks and the decode blocks of each worker."""
+        running = self.request_blocks * side.sequences()
+        if side.role is Role.DECODE:
+            return np.zeros(len(side)), (side.work + request.tokens) / _BLOCK + running
+        excess = (side.work - side.work.min()) / max(1, request.tokens)
+        credit = self.credit * side.matched / (1 + self.decay * excess)
+        return np.maximum(0.0, side.work + request.tokens - credit) / _BLOCK, running
 
     def _side(self, request: Request, side: Side) -> Scores:
-        missing = (request.tokens - side.matched) / _BLOCK
-        return Scores.of(prefill_blocks=-missing, active_blocks=-side.work / _BLOCK)
+        prefill, decode = self._blocks(request, side)
+        return Scores.of(prefill_blocks=-self.scale * prefill, decode_blocks=-decode)
+
+
+class DynamoAgentic(DynamoCost):
+    """The same with ``--agentic``: credit 2, scale 4, and 64 blocks of 16 tokens per active request.
+
+    Source: ai-dynamo/dynamo, documentation of the agentic preset, 1.7.0 (November 2026). ``decay`` is on here, at the 1
+    that its documentation explains, so that the rows show it.
+    """
+
+    name = "dynamo_agentic"
+    credit = 2.0
+    decay = 1.0
+    scale = 4.0
+    request_blocks = 64 * 16 / _BLOCK
+
+
+class DynamoLmetric(DynamoCost):
+    """The same with ``router_selection_policy=lmetric``: least ``prefill blocks * (decode blocks + 1)``.
+
+    Source: ai-dynamo/dynamo, docs/components/router/router-concepts.md, 1.7.0 (November 2026).
+
+    Simplified: for a prefill worker, decode blocks are the requests in flight there; for a decode worker, which has no
+    prefill blocks, they alone count.
+    """
+
+    name = "dynamo_lmetric"
+
+    def _side(self, request: Request, side: Side) -> Scores:
+        prefill, decode = self._blocks(request, side)
+        if side.role is Role.DECODE:
+            return Scores.of(decode_blocks=-decode)
+        return Scores.of(lmetric=-prefill * (side.sequences() + 1))
+
+
+class ProductionStack(_Rival):
+    """vLLM production-stack's ``loadaware``: highest ``matched / prompt - beta * relative load``, beta 1.
+
+    Source: vllm-project/production-stack, PR 1035 (merged August 2026). Relative load: requests in flight over the mean
+    of all, less 1, with a mean of at least 1.
+    """
+
+    name = "production_stack"
+
+    def _side(self, request: Request, side: Side) -> Scores:
+        running = side.sequences()
+        mean = float(running.mean())
+        return Scores.of(match=side.match_rates, load=-(running - mean) / max(1.0, mean))
+
+
+class AIBrixPrefixCache(_Rival):
+    """AIBrix' ``prefix-cache``: the longest match among instances that are not crowded, else the fewest requests.
+
+    Source: vllm-project/aibrix, pkg/plugins/gateway/algorithms/README.md (0.8.0, October 2026). Unbalanced: most
+    requests in flight exceed the fewest by more than 8; then the fewest. Else the longest match, among equal ones the
+    fewest requests, on an instance with at most the mean and one standard deviation of requests.
+    """
+
+    name = "aibrix_prefix_cache"
+
+    def _side(self, request: Request, side: Side) -> Scores:
+        running = side.sequences()
+        if running.max() - running.min() > 8:
+            return Scores.of(fewest=-running)
+        crowded = running > running.mean() + running.std()
+        refused = np.where(crowded | (side.matched <= 0), _REFUSED, 0.0)
+        return Scores.of(longest_match=1e4 * side.match_rates, fewest=-running, crowded=refused)
 
 
 class SglangCacheAware(_Rival):
     """SGLang's cache-aware router: longest prefix while balanced, shortest queue while not.
 
-    Source: SGLang's documentation, "SGLang Model Gateway", load balancing policies
+    Source: SGLang 0.5.23 (November 2026), "SGLang Model Gateway", load balancing policies
     (https://docs.sglang.ai/advanced_features/router.html). Unbalanced: most requests in flight exceed the fewest by 64
     and 1.5 times them; then the fewest. Else the longest prefix match if it is above 0.3 of the prompt, else the worker
     whose cache holds least.
@@ -93,107 +168,77 @@ class SglangCacheAware(_Rival):
 class LlmdScorer(_Rival):
     """llm-d's scheduler: highest weighted sum of scorers between 0 and 1.
 
-    Source: llm-d's documentation, "Request Scheduler" (https://llm-d.ai/docs/architecture), and Red Hat's of its
-    default profile: prefix cache 3, queue depth 2. A queue's score is (longest - own) / (longest - shortest); that of
-    the prefix cache is the share of the prompt's blocks that match. For decode the KV cache utilization stands beside
-    it, 2.
+    Source: llm-d/llm-d-router 0.10.0 (August 2026), pkg/epp/framework/plugins, and llm-d's guide of its optimized
+    baseline: prefix cache 3, queue depth 2, KV cache utilization 2, and no-hit-LRU 2: a request that matches nothing
+    goes to the instance whose last such request is the longest ago. A queue's score is (longest - own) / (longest -
+    shortest); that of the prefix cache is the share of the prompt's blocks that match.
 
-    Simplified: utilization is the KV of what is in flight over the most that any instance has, because caches without
-    a bound have none.
+    Simplified: utilization is the KV of what is in flight over the most that any instance has.
     """
 
     name = "llmd_scorer"
+
+    def __init__(self) -> None:
+        self._cold: dict[InstanceId, int] = {}
+        self._hit: dict[Role, bool] = {}
+        self._number = 0
 
     def _side(self, request: Request, side: Side) -> Scores:
         queue = side.sequences()
         spread = queue.max() - queue.min()
         depth = (queue.max() - queue) / spread if spread else np.ones(len(side))
         scores: dict[str, FloatArray] = {"prefix": 3 * side.match_rates, "queue": 2 * depth}
-        if side.role is Role.DECODE:
-            most = side.work.max()
-            scores["kv_cache"] = 2 * (1 - side.work / most) if most else np.full(len(side), 2.0)
-        return Scores.of(**scores)
-
-
-class PrebleE2(_Rival):
-    """Preble's E2: exploit a prefix where it saves more than it leaves to compute, else explore the cheapest instance.
-
-    Source: Srivatsa et al., "Preble: Efficient Distributed Prompt Scheduling for LLM Serving", ICLR 2025
-    (https://arxiv.org/abs/2407.00023), section 3. Exploit: if the longest match is more than half of the prompt, the
-    instances that have it, the cheapest of them. Explore: the least cost L + M + P, with L the computing time of what
-    was sent to the instance in the last window (three minutes there), P that of what this prompt misses there, M that
-    of what would be evicted for it. An instance with more than twice the load of the least loaded gives up its share.
-
-    Simplified: time is counted in tokens; M is 0, because the router does not see what an instance will evict; the
-    window is the latest 4096 requests; no autoscaling of prefixes over instances.
-    """
-
-    name = "preble_e2"
-
-    def __init__(self) -> None:
-        self._history: deque[tuple[InstanceId, float]] = deque()
-        self._load: dict[InstanceId, float] = {}
-        self._missing: dict[InstanceId, float] = {}
-
-    def _side(self, request: Request, side: Side) -> Scores:
-        load = np.array([self._load.get(name, 0.0) for name in side.ids])
-        missing = request.tokens - side.matched
-        self._missing.update(zip(side.ids, missing.tolist(), strict=True))
-        best = side.match_rates.max()
-        scores = {"load": -load, "missing": -missing}
-        if best > 0.5:
-            crowded = load > 2 * (load.min() + request.tokens)
-            scores["exploit"] = np.where((side.match_rates == best) & ~crowded, 0.0, _REFUSED)
+        most = side.work.max()
+        scores["kv_cache"] = 2 * (1 - side.work / most) if most else np.full(len(side), 2.0)
+        self._hit[side.role] = hit = bool(side.matched.any())
+        if not hit and len(side) > 1:
+            ranks = np.argsort(np.argsort([self._cold.get(name, -1) for name in side.ids], kind="stable"))
+            scores["no_hit_lru"] = 2 * (1 - ranks / (len(side) - 1))
         return Scores.of(**scores)
 
     def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """Add the prompt's missing tokens to the instances' load."""
-        for name in instances:
-            cost = self._missing.get(name, 0.0)
-            self._history.append((name, cost))
-            self._load[name] = self._load.get(name, 0.0) + cost
-        while len(self._history) > 2 * _HISTORY_REQUESTS:
-            name, cost = self._history.popleft()
-            self._load[name] -= cost
+        """Note who got a request that matched nothing."""
+        self._number += 1
+        for role, name in zip((Role.DECODE, Role.PREFILL), instances, strict=False):
+            if not self._hit.get(role, True):
+                self._cold[name] = self._number
 
 
-class BoundedHashing(_Rival):
-    """Consistent hashing with bounded loads: clockwise from the key, the first instance below 1.25 times the mean.
+class LlmdPredicted(_Rival):
+    """llm-d's predicted latency: the least predicted time to first token, and per token on decode.
 
-    Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018
-    (https://arxiv.org/abs/1608.01350). The bound counts requests in flight, this one included.
+    Source: llm-d/llm-d-router 0.10.0 (August 2026), predicted-latency scorer;
+    https://llm-d.ai/blog/predicted-latency-based-scheduling-for-llms (March 2026). A model that is trained online
+    predicts both times from the prompt, its match, what waits and runs.
 
-    Simplified: the key is the session, where one is known, else each request is a key of its own.
+    Simplified: the router's own learnt lines stand for the trained model (gradient-boosted trees).
+
+    Args:
+        speeds: Speeds learnt from served requests.
     """
 
-    name = "bounded_hashing"
+    name = "llmd_predicted"
 
-    def __init__(self) -> None:
-        self._rng = random.Random(0)
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
 
     def _side(self, request: Request, side: Side) -> Scores:
-        running = side.sequences()
-        bound = np.ceil(_BOUND * (running.sum() + request.sequences) / len(side))
-        start = _point(request.session or str(self._rng.random()))
-        ring = sorted(
-            (_point(f"{name}/{number}"), at) for at, name in enumerate(side.ids) for number in range(_RING_POINTS)
-        )
-        order = [at for point, at in ring if point >= start] + [at for point, at in ring if point < start]
-        place = {at: float(-rank) for rank, at in reversed(list(enumerate(order)))}
-        full = np.where(running + request.sequences > bound, _REFUSED, 0.0)
-        return Scores.of(clockwise=[place[at] for at in range(len(side))], full=full)
+        if side.role is Role.DECODE:
+            return Scores.of(tpot=-self._speeds.decode.times(side.ids, side.sequences() + 1))
+        missing = request.tokens - side.matched
+        return Scores.of(ttft=-self._speeds.prefill.times(side.ids, side.work + missing))
 
 
-def _point(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-
-
-RIVALS: Mapping[str, Callable[[], Policy]] = MappingProxyType(
-    {x.name: x for x in (DynamoCost, SglangCacheAware, LlmdScorer, PrebleE2, BoundedHashing)}
+RIVALS: Mapping[str, Callable[[Speeds], Policy]] = MappingProxyType(
+    {
+        DynamoCost.name: lambda speeds: DynamoCost(),
+        DynamoAgentic.name: lambda speeds: DynamoAgentic(),
+        DynamoLmetric.name: lambda speeds: DynamoLmetric(),
+        LlmdScorer.name: lambda speeds: LlmdScorer(),
+        LlmdPredicted.name: LlmdPredicted,
+        ProductionStack.name: lambda speeds: ProductionStack(),
+        SglangCacheAware.name: lambda speeds: SglangCacheAware(),
+        AIBrixPrefixCache.name: lambda speeds: AIBrixPrefixCache(),
+    }
 )
-"""By the name of their row."""
-
-
-def make_rival(name: str) -> Policy:
-    """Return a rival by the name of its row, which is one of :data:`RIVALS`."""
-    return RIVALS[name]()
+"""Makes a rival from the router's learnt speeds, by the name of its row."""

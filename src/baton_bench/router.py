@@ -1,20 +1,20 @@
-"""``baton bench router``: the router's policies on a trace or a generated workload, on virtual time.
+"""``baton bench router``: the router's policies on traces or generated workloads, on virtual time.
 
 The requests go through the router's own code (:class:`~baton_bench.simulator.router.VirtualRouter`), which gets load
-and KV events as from real instances. A prompt waits in its instance's queue, is computed as far as it was not cached,
-its KV is transferred, and decode generates. What a worker would report is reported, so policies that learn do learn.
+and KV events as from real instances; these are the planner's (:mod:`baton_bench.simulator.engine`): chunked prompts
+beside decodes, bounded pools, links with a bandwidth. What a worker would report is reported, so policies that learn do
+learn.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import heapq
 import math
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,17 @@ import numpy as np
 from rich.console import Console
 
 from baton.errors import ConfigError, shown
-from baton.types import Role
 from baton_bench.report import build_from, check_plot, command_line, make_table, show_document
-from baton_bench.rival_policies import RIVALS, make_rival
-from baton_bench.simulator.router import Fleet, PrefillReport, PrefixCache, Route, VirtualRouter
-from baton_bench.simulator.timeline import Timeline
+from baton_bench.rival_policies import RIVALS
+from baton_bench.serve.options import parse_slos
+from baton_bench.simulator.profile import DecodeCost, EngineProfile, Limits, Link, PrefillCost, Profile
+from baton_bench.simulator.router import Fleet, Routing, VirtualRouter
+from baton_bench.simulator.simulation import Deployment, Outcome, Simulation
 from baton_bench.traces import (
     BLOCK_TOKENS,
+    GENERATED,
     GeneratorOptions,
     TraceRequest,
-    best_hit_rate,
     generate,
     in_bursts,
     read_trace,
@@ -40,63 +41,32 @@ from baton_bench.traces import (
 )
 from baton_router.scheduler.policies import POLICIES, PolicyContext, make_policy
 
-_LAYERS = 32
-"""The last layer's share of a transfer is what layer-wise overlap cannot hide."""
+BOUND = "bound"
+"""Row of what no policy can beat."""
 _BETA_POLICIES = ("match_minus_load",)
 _MANY = 64
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Speeds and cache size of simulated instances.
-
-    Attributes:
-        prefill_tokens_per_s: Prompt tokens per second of a prefill instance.
-        local_prefill_tokens_per_s: Prompt tokens per second of a decode instance, beside its decodes.
-        gb_per_s: Bandwidth of the link between two instances in GB/s.
-        kv_bytes_per_token: KV bytes of a token over all layers.
-        itl_ms: Milliseconds between two tokens of a sequence that runs alone.
-        itl_per_sequence_ms: Milliseconds that each other sequence on the instance adds to it.
-        cache_blocks: Blocks of 512 tokens that an instance keeps; 0: all.
-
-    Raises:
-        ConfigError: A number is out of range; names the field.
-    """
-
-    prefill_tokens_per_s: float = 8000.0
-    local_prefill_tokens_per_s: float = 6000.0
-    gb_per_s: float = 12.5
-    kv_bytes_per_token: int = 131_072
-    itl_ms: float = 15.0
-    itl_per_sequence_ms: float = 0.3
-    cache_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("prefill_tokens_per_s", "local_prefill_tokens_per_s", "gb_per_s", "kv_bytes_per_token", "itl_ms"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
-        for name in ("itl_per_sequence_ms", "cache_blocks"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}", field=name)
-
-    def prefill_s(self, role: Role, tokens: int) -> float:
-        """Return the seconds that an instance takes to compute a prompt's tokens."""
-        speed = self.prefill_tokens_per_s if role is Role.PREFILL else self.local_prefill_tokens_per_s
-        return 0.004 + tokens / speed
-
-    def slower(self, factor: float) -> Hardware:
-        """Return hardware that takes ``factor`` times as long for everything that it computes."""
-        return replace(
-            self,
-            prefill_tokens_per_s=self.prefill_tokens_per_s / factor,
-            local_prefill_tokens_per_s=self.local_prefill_tokens_per_s / factor,
-            itl_ms=self.itl_ms * factor,
-            itl_per_sequence_ms=self.itl_per_sequence_ms * factor,
-        )
-
-    def transfer_s(self, tokens: int) -> float:
-        """Return the seconds that the KV of ``tokens`` tokens takes over the link."""
-        return 0.001 + tokens * self.kv_bytes_per_token / (1e9 * self.gb_per_s)
+_ALL_BLOCKS = 1 << 40
+_TRACE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+_GENERATED_REQUESTS = 3000
+LLAMA_70B = Profile(
+    model="llama-70b",
+    source="roofline of 8 x h200-sxm, see examples/planner/llama-70b-h200.json",
+    layers=80,
+    kv_bytes_per_token=327_680.0,
+    engines=(
+        EngineProfile(
+            tp=8,
+            pp=1,
+            prefill=PrefillCost(0.0046, 4.7e-5, 9.47e-10),
+            decode=DecodeCost(0.0095, 1.14e-8, 6.7e-5),
+            kv_tokens=2_667_000,
+            overlap=1.0,
+        ),
+    ),
+    link=Link(0.0001, 35e9),
+    limits=Limits(max_num_seqs=256, max_num_batched_tokens=8192, prefill_chunk=2048),
+)
+"""Default instances: Llama 3.1 70B on eight H200s each, derived, not measured."""
 
 
 @dataclass(frozen=True)
@@ -104,261 +74,134 @@ class Setup:
     """The deployment and the policy of a replay.
 
     Attributes:
-        prefills: Number of prefill instances, 1 to 1024.
-        decodes: Number of decode instances, 1 to 1024.
-        policy: Name of the policy: one of the router's, or of :data:`~baton_bench.rival_policies.RIVALS`.
-        beta: Weight of load against match.
+        deployment: The instances; its policy is one of the router's, or of :data:`~baton_bench.rival_policies.RIVALS`.
+        beta: Weight of load against match, where the policy has one.
         temperature: Softmax temperature of the choice; 0: the best score wins.
-        threshold: Missing tokens below which decode prefills; ``None``: never, unless the policy says so.
         seed: Seed of the policy's random choices.
-        hardware: Speeds of all instances.
-        slow: Number of instances of each role that are slower.
-        slow_factor: How many times as long they take for everything.
         max_inflight: Requests that a decode instance may have; more wait in the router. 0: any number.
-        patience_s: Seconds after which a request that no instance has begun with is given up, in the router or in an
-            instance's queue.
-
-    Raises:
-        ConfigError: A number is out of range; names the field.
+        closed: Whether requests with a known delay wait for their session's last answer.
     """
 
-    prefills: int = 8
-    decodes: int = 8
-    policy: str = "match_minus_load"
+    deployment: Deployment
     beta: float = 0.5
     temperature: float = 0.0
-    threshold: int | None = None
     seed: int = 0
-    hardware: Hardware = field(default_factory=Hardware)
-    slow: int = 0
-    slow_factor: float = 3.0
     max_inflight: int = 64
-    patience_s: float = 60.0
+    closed: bool = True
 
-    def __post_init__(self) -> None:
-        for name in ("prefills", "decodes"):
-            if not 1 <= getattr(self, name) <= 1024:
-                raise ConfigError(f"{name} must be between 1 and 1024, got {getattr(self, name)}", field=name)
-        for name, least in (("slow", 0), ("max_inflight", 0), ("slow_factor", 1.0)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}", field=name)
-        if not self.patience_s > 0:
-            raise ConfigError(f"patience_s must be above 0, got {self.patience_s}", field="patience_s")
+    @property
+    def policy(self) -> str:
+        return self.deployment.policy
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A request that was placed.
-
-    Attributes:
-        request: The request.
-        route: Where it was placed.
-        instance: Where its prompt is computed.
-        decode: The decode instance.
-        computed: Prompt tokens to compute.
-        moved: Prompt tokens whose KV is transferred.
-        exposed_s: Seconds of the transfer after the computation.
-    """
-
-    request: TraceRequest
-    route: Route
-    instance: ReplayInstance
-    decode: ReplayInstance
-    computed: int = 0
-    moved: int = 0
-    exposed_s: float = 0.0
-
-
-class ReplayInstance:
-    """One instance: a queue of prompts, computed one after the other, and a cache of blocks.
-
-    Args:
-        role: Prefill or decode.
-        hardware: Speeds of the instance.
-        cache: Blocks of the instance.
-
-    Attributes:
-        queue: Requests whose prompts wait here; the first one is being computed.
-        decoding: Number of sequences that decode.
-        link_free_at: Virtual time at which its link has sent all blocks that were fetched from it.
-        num_requests: Requests whose prompts were queued here, since the start.
-        computed_tokens: Prompt tokens computed since the start.
-    """
-
-    def __init__(self, role: Role, hardware: Hardware, cache: PrefixCache) -> None:
-        self.role = role
-        self.hardware = hardware
-        self.cache = cache
-        self.queue: deque[_Job] = deque()
-        self.decoding = 0
-        self.link_free_at = 0.0
-        self.num_requests = 0
-        self.computed_tokens = 0
-
-
-@dataclass(slots=True)
-class ReplayResult:
-    """What a replay counted.
-
-    Attributes:
-        ttft_ms: Milliseconds to the first token per request, in order of the first tokens. A request that was given up
-            counts with the time that it waited, so that no policy is quick by serving less.
-        decision_us: The router's processor time per placement in microseconds.
-        hit_blocks: Blocks found in the cache of the instance that computed the prompt.
-        reused_blocks: Blocks fetched from the decode instance, which alone held them.
-        local: Requests whose prompt the decode instance computed.
-        given_up: Requests that waited longer than the patience.
-        prefills: The prefill instances.
-        decodes: The decode instances.
-    """
-
-    ttft_ms: list[float] = field(default_factory=list)
-    decision_us: list[float] = field(default_factory=list)
-    hit_blocks: int = 0
-    reused_blocks: int = 0
-    local: int = 0
-    given_up: int = 0
-    prefills: list[ReplayInstance] = field(default_factory=list)
-    decodes: list[ReplayInstance] = field(default_factory=list)
-
-
+@dataclass(frozen=True)
 class Replay:
-    """One run of a trace; call :meth:`run` once.
+    """One run of a trace.
 
-    The router is the simulator's: its own placement, index and learnt speeds. Instances are simpler than the planner's
-    (:mod:`baton_bench.simulator.engine`): no batches of prompts, no chunks, no full KV pools. They need no engine
-    installed, and what is compared here are policies.
-
-    Args:
-        setup: The deployment and the policy.
+    Attributes:
+        router: The router, with its own view of the instances.
+        simulation: The instances.
+        outcome: Times of the requests.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._timeline = Timeline()
-        self._waiting: deque[TraceRequest] = deque()
-        kv_bytes = setup.hardware.kv_bytes_per_token
-        fleet = build_from(Fleet, setup, kv_bytes_per_token=kv_bytes, max_num_seqs=0, whole_blocks=True)
-        rival = make_rival(setup.policy) if setup.policy in RIVALS else None
-        self.router = VirtualRouter(fleet, lambda: self._timeline.now, rival)
-        self._result = ReplayResult(
-            decision_us=self.router.decision_us,
-            prefills=[self._make_instance(Role.PREFILL, number) for number in range(setup.prefills)],
-            decodes=[self._make_instance(Role.DECODE, number) for number in range(setup.decodes)],
+    router: VirtualRouter
+    simulation: Simulation
+    outcome: Outcome
+
+
+def replay(setup: Setup, requests: Sequence[TraceRequest]) -> Replay:
+    """Replay requests, which are in order of arrival."""
+    routers: list[VirtualRouter] = []
+
+    def make(fleet: Fleet, now: Any) -> Routing:
+        own = dataclasses.replace(
+            fleet, beta=setup.beta, temperature=setup.temperature, max_inflight=setup.max_inflight
         )
+        routers.append(VirtualRouter(own, now, RIVALS.get(setup.policy)))
+        return routers[0]
 
-    def run(self, requests: Sequence[TraceRequest]) -> ReplayResult:
-        """Replay requests, which are in order of arrival."""
-        for request in requests:
-            self._timeline.at(request.at_ms / 1000, partial(self._arrive, request))
-        self._timeline.run_while(lambda: True)
-        return self._result
+    simulation = Simulation(setup.deployment, make, seed=setup.seed)
+    outcome = simulation.run(requests, closed=setup.closed)
+    return Replay(routers[0], simulation, outcome)
 
-    def _make_instance(self, role: Role, number: int) -> ReplayInstance:
-        setup = self._setup
-        hardware = setup.hardware.slower(setup.slow_factor) if number < setup.slow else setup.hardware
-        capacity = hardware.cache_blocks * BLOCK_TOKENS or math.inf
-        return ReplayInstance(
-            role, hardware, PrefixCache(capacity, partial(self.router.on_blocks_changed, role, number))
-        )
 
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        self._timeline.at(self._timeline.now + seconds, action)
+# --- what no policy can beat ---
 
-    def _arrive(self, request: TraceRequest) -> None:
-        self._waiting.append(request)
-        self._place_waiting()
 
-    def _place_waiting(self) -> None:
-        """Place the request that has waited longest, and the next ones, while a decode instance has room."""
-        while self._waiting:
-            request = self._waiting[0]
-            if self._is_late(request):
-                self._give_up(request)
-            elif not self._place(request):
-                return
-            self._waiting.popleft()
+def fresh_tokens(requests: Sequence[TraceRequest], *, closed: bool = False) -> list[int]:
+    """Return the prompt tokens that each request must have computed, however it is placed.
 
-    def _is_late(self, request: TraceRequest) -> bool:
-        return self._timeline.now - request.at_ms / 1000 > self._setup.patience_s
+    They are those after the blocks that an earlier request had; in a closed loop, where the order of arrivals depends
+    on the answers, after those of an earlier request of its session or of any request of other sessions.
+    """
+    first: dict[int, int] = {}
+    owners: dict[int, str | None] = {}
+    for number, request in enumerate(requests):
+        for name in request.blocks:
+            first.setdefault(name, number)
+            if closed:
+                owners[name] = request.session if owners.get(name, request.session) == request.session else None
+    fresh = []
+    for number, request in enumerate(requests):
+        full = request.blocks[: request.input_tokens // BLOCK_TOKENS]
+        known = (first[name] < number or (closed and owners[name] is None) for name in full)
+        matched = BLOCK_TOKENS * next((at for at, is_known in enumerate(known) if not is_known), len(full))
+        if matched >= request.input_tokens:
+            matched -= BLOCK_TOKENS  # the last token is computed for its logits
+        fresh.append(request.input_tokens - matched)
+    return fresh
 
-    def _give_up(self, request: TraceRequest) -> None:
-        self._result.given_up += 1
-        self._result.ttft_ms.append(1000 * self._timeline.now - request.at_ms)
 
-    def _place(self, request: TraceRequest) -> bool:
-        route = self.router.place(request)
-        if route is None:
-            return False
-        decode = self._result.decodes[route.decode]
-        instance = decode if route.prefill is None else self._result.prefills[route.prefill]
-        self._result.local += route.prefill is None
-        instance.num_requests += 1
-        job = _Job(request, route, instance, decode)
-        instance.queue.append(job)
-        if len(instance.queue) == 1:
-            self._start_prompt(job)
-        return True
+def bound_ms(setup: Setup, requests: Sequence[TraceRequest]) -> list[float]:
+    """Return lower bounds of the requests' times to first token in milliseconds, whose mean bounds the mean of all.
 
-    def _start_next_prompt(self, instance: ReplayInstance) -> None:
-        """Begin with the next prompt in a queue whose request was not given up."""
-        instance.queue.popleft()
-        while instance.queue and self._is_late(instance.queue[0].request):
-            job = instance.queue.popleft()
-            self._give_up(job.request)
-            self.router.on_given_up(job.route)
-        if instance.queue:
-            self._start_prompt(instance.queue[0])
+    A request takes at least the time in which the fastest instance, idle, computes what no cache can hold. A step is
+    never shorter than its prompts' part, so all instances together do no more prompt work than their number; the
+    shortest remaining first on one such server of their joint speed has the least mean time (Schrage, 1968), and where
+    that is above the mean of the first bound, all bounds are raised in proportion. Transfers and decodes cost nothing.
+    """
+    deployment = setup.deployment
+    cost = min((deployment.prefill, deployment.decode), key=lambda each: each.prefill.prompt(BLOCK_TOKENS)).prefill
+    sizes = deployment.prefills, deployment.decodes
+    alone = min(sizes) <= deployment.slow and max(sizes) <= deployment.slow
+    fastest = deployment.slow_factor if alone else 1.0
+    own = []
+    for request, fresh in zip(requests, fresh_tokens(requests, closed=setup.closed), strict=True):
+        own.append(fastest * cost.seconds(fresh, fresh * (request.input_tokens - 0.5 * fresh)))
+    if not (setup.closed and any(request.delay_ms is not None for request in requests)):
+        slow = min(deployment.slow, sizes[0]) + min(deployment.slow, sizes[1])
+        speed = sum(sizes) - slow + slow / deployment.slow_factor
+        work = [(seconds / fastest - cost.fixed_s) / speed for seconds in own]
+        least = mean_shortest_first([request.at_ms / 1000 for request in requests], work)
+        raised = max(1.0, least / (sum(own) / len(own)))
+        own = [raised * seconds for seconds in own]
+    return [1000 * seconds for seconds in own]
 
-    def _start_prompt(self, job: _Job) -> None:
-        instance = job.instance
-        hardware = instance.hardware
-        total = job.request.input_tokens
-        own = instance.cache.match_prefix(job.request.blocks)
-        at_decode = job.decode.cache.match_prefix(job.request.blocks)
-        self._result.hit_blocks += own
-        if instance is not job.decode:
-            self._result.reused_blocks += max(0, at_decode - own)
-        job.computed = max(1, total - BLOCK_TOKENS * max(own, at_decode))
-        instance.computed_tokens += job.computed
-        seconds = hardware.prefill_s(instance.role, job.computed)
-        if instance is not job.decode:
-            job.moved = max(0, total - BLOCK_TOKENS * at_decode)
-            transfer = hardware.transfer_s(job.moved)
-            job.exposed_s = max(transfer - seconds, transfer / _LAYERS)
-            if at_decode > own:
-                # What decode alone holds comes over its link before the rest is computed; the link does one at a time.
-                fetched = min(total, BLOCK_TOKENS * at_decode) - BLOCK_TOKENS * own
-                begin = max(self._timeline.now, job.decode.link_free_at)
-                job.decode.link_free_at = begin + hardware.transfer_s(fetched)
-                seconds += job.decode.link_free_at - self._timeline.now
-        self._after(seconds, lambda: self._end_prompt(job))
 
-    def _end_prompt(self, job: _Job) -> None:
-        job.instance.cache.store(job.request.blocks)
-        self._start_next_prompt(job.instance)
-        self._after(job.exposed_s, lambda: self._start_decode(job))
+def mean_shortest_first(arrivals: Sequence[float], work: Sequence[float]) -> float:
+    """Return the mean seconds in one preemptive server that takes the job with the least remaining work first."""
+    left: list[float] = []
+    now = total = 0.0
+    arrived = finished = 0
+    while finished < len(work):
+        if not left:
+            now = max(now, arrivals[arrived])
+        while arrived < len(work) and arrivals[arrived] <= now:
+            heapq.heappush(left, work[arrived])
+            total -= arrivals[arrived]
+            arrived += 1
+        until = arrivals[arrived] if arrived < len(work) else math.inf
+        if now + left[0] <= until:
+            now += heapq.heappop(left)
+            total += now
+            finished += 1
+        else:
+            heapq.heapreplace(left, left[0] - (until - now))
+            now = until
+    return total / len(work)
 
-    def _start_decode(self, job: _Job) -> None:
-        request = job.request
-        decode = job.decode
-        ttft_s = self._timeline.now - request.at_ms / 1000
-        self._result.ttft_ms.append(1000 * ttft_s)
-        remote = job.instance is not decode
-        if remote:
-            decode.cache.store(request.blocks)
-        cached = request.input_tokens - job.computed
-        report = PrefillReport(remote, job.computed, cached, job.moved, job.exposed_s, ttft_s)
-        self.router.on_first_token(job.route, report)
-        decode.decoding += 1
-        hardware = decode.hardware
-        itl_s = (hardware.itl_ms + hardware.itl_per_sequence_ms * (decode.decoding - 1)) / 1000
-        self._after(itl_s * (request.output_tokens - 1), lambda: self._end_decode(job))
 
-    def _end_decode(self, job: _Job) -> None:
-        job.decode.decoding -= 1
-        self.router.on_finished(job.route, job.request.output_tokens)
-        self._place_waiting()
+# --- the command ---
 
 
 def replay_all(args: argparse.Namespace) -> int:
@@ -367,63 +210,85 @@ def replay_all(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: A flag or a file that cannot work.
     """
-    cases = _scenarios(args)
-    setups = [_setups(case) for case in cases.values()]
+    cases = list(_cases(args))
     if args.plot:
         if len(cases) > 1:
             raise ConfigError("--plot draws one scenario", field="plot")
         check_plot(Path(args.plot))
-    documents = {}
+    slos = parse_slos(args.slo)
+    setups = [_setups(case) for _, _, case in cases]
+    documents: list[dict[str, Any]] = []
     failed = []
-    for (name, case), runs in zip(cases.items(), setups, strict=True):
-        source, requests = _workload(case)
+    for (trace, scenario, case), runs in zip(cases, setups, strict=True):
+        source, requests = _workload(case, trace)
+        if scenario == "open" and not any(request.delay_ms is not None for request in requests):
+            continue  # its requests have their times anyway
         records = []
         for setup in runs:
             if sys.stderr.isatty():
-                sys.stderr.write(f"{name} {setup.policy} ...\n")
-            records.append(record(setup, Replay(setup).run(requests), requests))
-        documents[name] = document(source, requests, runs[0], records)
-        failed += [f"{name} {text}".lstrip() for text in _missed(case, records)]
+                sys.stderr.write(f"{source} {scenario} {setup.policy} ...\n")
+            records.append(record(setup, requests, slos))
+        documents.append({"scenario": scenario, **document(source, requests, runs[0], records)})
+        failed += [f"{scenario} {text}".lstrip() for text in _missed(case, records)]
     if args.plot:
-        draw(next(iter(documents.values())), Path(args.plot))
-    if args.scenarios:
-        show_document({"scenarios": documents}, print_tables, 160, as_json=args.json)
+        draw(documents[0], Path(args.plot))
+    if args.traces:
+        show_document({"cells": documents}, print_cells, 160, as_json=args.json)
+    elif args.scenarios:
+        named = {each["scenario"]: each for each in documents}
+        show_document({"scenarios": named}, print_tables, 190, as_json=args.json)
     else:
-        show_document(documents[""], print_table, 160, as_json=args.json)
+        show_document(documents[0], print_table, 190, as_json=args.json)
     for text in failed:
         sys.stderr.write(f"baton bench router: {text}\n")
     return 3 if failed else 0
 
 
-def _scenarios(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
-    """Return the flags of each scenario by its name; without ``--scenarios`` the flags under an empty name."""
+def _cases(args: argparse.Namespace) -> Iterator[tuple[str, str, argparse.Namespace]]:
+    """Yield every trace and scenario with its flags; without ``--traces`` and ``--scenarios`` their names are empty."""
     size = max(args.instances, 1)
     known: dict[str, dict[str, Any]] = {
         "equal": {},
         "unequal": {"slow": max(1, size // 4), "slow_factor": 3.0},
         "bursts": {"bursts": 4.0},
-        "bounded": {"cache_blocks": 1000},
+        "bounded": {"cache_blocks": 2000},
+        "unbounded": {"cache_blocks": 0},
+        "open": {"open_loop": True},
         "many": {"instances": _MANY, "decode_instances": _MANY, "speedup": args.speedup * _MANY / size},
     }
-    if not args.scenarios:
-        return {"": args}
     names = list(known) if args.scenarios == "all" else [name.strip() for name in args.scenarios.split(",")]
-    for name in names:
+    for name in names if args.scenarios else []:
         if name not in known:
             raise ConfigError(f"scenarios are {', '.join(known)}, got {shown(name)}", field="scenarios")
-    return {name: argparse.Namespace(**(vars(args) | known[name])) for name in names}
+    for trace in _traces(args):
+        for name in names:
+            yield trace, name, argparse.Namespace(**(vars(args) | known.get(name, {})))
 
 
-def _workload(args: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
-    if bool(args.trace) == (args.generate is not None):
-        raise ConfigError("give --trace FILE or --generate N", field="trace")
+def _traces(args: argparse.Namespace) -> list[str]:
+    given = [bool(args.trace), args.generate is not None, bool(args.traces)]
+    if sum(given) != 1:
+        raise ConfigError("give --trace FILE or --generate N, or --traces", field="trace")
+    if not args.traces:
+        return [args.trace]
+    if args.traces != "all":
+        return [name.strip() for name in args.traces.split(",")]
+    folder = Path(args.trace_dir)
+    files = sorted(str(path) for path in folder.glob("*") if path.name.endswith(_TRACE_SUFFIXES))
+    return [*files, *GENERATED]
+
+
+def _workload(args: argparse.Namespace, trace: str) -> tuple[str, list[TraceRequest]]:
     if not args.speedup > 0:
         raise ConfigError(f"--speedup must be above 0, got {args.speedup}", field="speedup")
-    if args.trace:
-        if args.save:
-            raise ConfigError("--save is for what --generate made", field="save")
-        requests = with_sessions(read_trace(Path(args.trace), args.limit))
-        source = Path(args.trace).name
+    if args.save and args.generate is None:
+        raise ConfigError("--save is for what --generate made", field="save")
+    if trace in GENERATED:
+        source = trace
+        requests = GENERATED[trace](args.limit or _GENERATED_REQUESTS, args.seed)
+    elif trace:
+        requests = with_sessions(read_trace(Path(trace), args.limit))
+        source = Path(trace).name
     else:
         requests = generate(build_from(GeneratorOptions, args, requests=args.generate))
         source = "generated"
@@ -438,6 +303,57 @@ def _workload(args: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
     return source, requests
 
 
+def _deployment(args: argparse.Namespace) -> Deployment:
+    """Return the instances that flags describe.
+
+    Raises:
+        ConfigError: A number is out of range; names the field.
+    """
+    decodes = args.instances if args.decode_instances is None else args.decode_instances
+    for name, value in (("instances", args.instances), ("decode_instances", decodes)):
+        if not 1 <= value <= 1024:
+            raise ConfigError(f"{name} must be between 1 and 1024, got {value}", field=name)
+    for name, least in (("slow", 0), ("max_inflight", 0), ("slow_factor", 1.0), ("cache_blocks", 0)):
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}", field=name)
+    speeds = "prefill_tokens_per_s", "local_prefill_tokens_per_s", "gb_per_s", "kv_bytes_per_token", "itl_ms"
+    for name in (*speeds, "itl_per_sequence_ms", "patience_s"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} must be above 0, got {value}", field=name)
+    profile = Profile.load(Path(args.profile)) if args.profile else LLAMA_70B
+    prefill = decode = profile.engines[-1]
+    if args.prefill_tokens_per_s is not None:
+        prefill = dataclasses.replace(prefill, prefill=PrefillCost(0.004, 1 / args.prefill_tokens_per_s))
+    if args.local_prefill_tokens_per_s is not None:
+        decode = dataclasses.replace(decode, prefill=PrefillCost(0.004, 1 / args.local_prefill_tokens_per_s))
+    steps = {"fixed_s": args.itl_ms, "per_sequence_s": args.itl_per_sequence_ms}
+    steps = {name: value / 1e3 for name, value in steps.items() if value is not None}
+    decode = dataclasses.replace(decode, decode=dataclasses.replace(decode.decode, **steps))
+    if args.cache_blocks is not None:
+        tokens = BLOCK_TOKENS * (args.cache_blocks or _ALL_BLOCKS)
+        prefill, decode = (dataclasses.replace(each, kv_tokens=tokens) for each in (prefill, decode))
+    link = profile.link
+    if args.gb_per_s is not None:
+        link = dataclasses.replace(link, bytes_per_s=1e9 * args.gb_per_s)
+    return Deployment(
+        prefills=args.instances,
+        decodes=decodes,
+        prefill=prefill,
+        decode=decode,
+        limits=profile.limits,
+        link=link,
+        layers=profile.layers,
+        kv_bytes_per_token=args.kv_bytes_per_token or profile.kv_bytes_per_token,
+        overheads=profile.overheads,
+        threshold=args.threshold,
+        slow=args.slow,
+        slow_factor=args.slow_factor,
+        patience_s=args.patience_s,
+    )
+
+
 def _setups(args: argparse.Namespace) -> list[Setup]:
     groups = {"all": POLICIES, "rivals": RIVALS}
     names = [name for word in args.policy.split(",") for name in groups.get(word.strip(), (word.strip(),))]
@@ -445,24 +361,24 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
         betas = [float(part) for part in args.beta.split(",")]
     except ValueError:
         raise ConfigError(f"--beta takes numbers, got {shown(args.beta)}", field="beta") from None
-    hardware = build_from(Hardware, args)
-    decodes = args.instances if args.decode_instances is None else args.decode_instances
+    deployment = _deployment(args)
     setups = []
     for name in names:
         for beta in betas if name in _BETA_POLICIES else betas[-1:]:
-            if name not in RIVALS:  # wrong ones are told at once
+            if name not in RIVALS and name != BOUND:  # wrong ones are told at once
                 make_policy(name, PolicyContext(beta=beta, temperature=args.temperature))
-            size = {"prefills": args.instances, "decodes": decodes}
-            setups.append(build_from(Setup, args, **size, policy=name, beta=beta, hardware=hardware))
+            own = dataclasses.replace(deployment, policy=name)
+            setups.append(build_from(Setup, args, deployment=own, beta=beta, closed=not args.open_loop))
     return setups
 
 
 def _missed(args: argparse.Namespace, records: Sequence[PolicyRecord]) -> list[str]:
     """Return what was required and not reached."""
     failed = []
+    records = [item for item in records if item.policy != BOUND]
     for item in records:
         if args.require_hit_rate is not None and 100 * item.hit_rate < args.require_hit_rate:
-            failed.append(f"{item.policy}: {item.hit_rate:.2%} block hits, {args.require_hit_rate:g}% were required")
+            failed.append(f"{item.policy}: {item.hit_rate:.2%} hits, {args.require_hit_rate:g}% were required")
         if args.require_balance is not None and item.load_max_over_mean > args.require_balance:
             failed.append(
                 f"{item.policy}: load max/mean {item.load_max_over_mean:.3f}, {args.require_balance:g} was required"
@@ -483,63 +399,88 @@ class PolicyRecord:
     Attributes:
         policy: Name of the policy.
         beta: Weight of load, where the policy has one.
-        hit_rate: Blocks found in the cache of the instance that computed the prompt / all blocks.
-        reused_rate: Blocks that only the decode instance held, fetched from there instead of computed / all blocks.
+        hit_rate: Prompt tokens that were not computed, because a cache of the pair had them / all prompt tokens.
         load_max_over_mean: Prompt tokens computed by the busiest prefill instance over the mean of all.
-        requests_max_over_mean: Prompts on the busiest prefill instance over the mean of all.
         local_share: Share of requests whose prompt the decode instance computed.
-        given_up_share: Share of requests that waited too long; they count with the time that they waited.
-        ttft_ms: Predicted time to first token: mean, and percentiles by name.
+        given_up_share: Share of requests that waited in the router too long; they count with the time they waited.
+        ttft_ms: Time to first token: mean, and percentiles by name.
+        itl_ms: Time between two tokens: percentiles.
+        e2e_ms: Time to the last token: mean and percentiles.
+        goodput: Requests per second that kept all targets; ``None``: no targets.
+        sessions_per_hour: Conversations served per hour.
+        preemptions: Sequences that lost their KV to make room.
         decision_us: The router's own time per decision, on the processor, measured while replaying: median.
     """
 
     policy: str
     beta: float | None
     hit_rate: float
-    reused_rate: float
     load_max_over_mean: float
-    requests_max_over_mean: float
     local_share: float
     given_up_share: float
     ttft_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    e2e_ms: dict[str, float]
+    goodput: float | None
+    sessions_per_hour: float
+    preemptions: int
     decision_us: float
 
 
-def record(setup: Setup, run: ReplayResult, requests: Sequence[TraceRequest]) -> PolicyRecord:
-    blocks = sum(len(request.blocks) for request in requests)
-    marks = np.percentile(run.ttft_ms, (50, 90, 99))
-    names = ("p50", "p90", "p99")
+def record(setup: Setup, requests: Sequence[TraceRequest], slos: dict[str, float]) -> PolicyRecord:
+    """Replay requests and sum up."""
+    total = sum(request.input_tokens for request in requests)
+    if setup.policy == BOUND:
+        hit_rate = 1 - sum(fresh_tokens(requests, closed=setup.closed)) / total
+        ttft = _percentiles(bound_ms(setup, requests))
+        return PolicyRecord(BOUND, None, round(hit_rate, 6), 1.0, 0.0, 0.0, ttft, {}, {}, None, 0.0, 0, 0.0)
+    run = replay(setup, requests)
+    served = run.outcome.requests
+    sessions = {request.session or str(number) for number, request in enumerate(requests)}
+    hours = run.outcome.seconds / 3600
     return PolicyRecord(
         policy=setup.policy,
         beta=setup.beta if setup.policy in _BETA_POLICIES else None,
-        hit_rate=round(run.hit_blocks / blocks, 6),
-        reused_rate=round(run.reused_blocks / blocks, 6),
-        load_max_over_mean=_spread([float(x.computed_tokens) for x in run.prefills]),
-        requests_max_over_mean=_spread([float(x.num_requests) for x in run.prefills]),
-        local_share=round(run.local / len(requests), 4),
-        given_up_share=round(run.given_up / len(requests), 4),
-        ttft_ms={"mean": round(float(np.mean(run.ttft_ms)), 1)}
-        | {name: round(float(mark), 1) for name, mark in zip(names, marks, strict=True)},
-        decision_us=round(float(np.median(run.decision_us)), 1),
+        hit_rate=round(1 - sum(each.computed for each in served) / total, 6),
+        load_max_over_mean=_spread([float(engine.use.prompt_tokens) for engine in run.simulation.prefills]),
+        local_share=round(sum(not each.remote for each in served) / len(requests), 4),
+        given_up_share=round(len(run.outcome.given_up_ms) / len(requests), 4),
+        ttft_ms=_percentiles([each.ttft_ms for each in served] + list(run.outcome.given_up_ms)),
+        itl_ms={f"p{mark}": round(run.outcome.percentile("itl", mark), 2) for mark in (50, 99)},
+        e2e_ms=_percentiles([each.e2e_ms for each in served]),
+        goodput=round(run.outcome.goodput(slos), 4) if slos else None,
+        sessions_per_hour=round(len(sessions) / hours, 1) if hours else 0.0,
+        preemptions=sum(engine.use.preemptions for engine in (*run.simulation.prefills, *run.simulation.decodes)),
+        decision_us=round(float(np.median(run.router.decision_us)), 1),
     )
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    marks = {f"p{mark}": round(float(np.percentile(values, mark)), 1) for mark in (50, 90, 99)}
+    return {"mean": round(float(np.mean(values)), 1)} | marks
 
 
 def document(
     source: str, requests: Sequence[TraceRequest], setup: Setup, records: Sequence[PolicyRecord]
 ) -> dict[str, Any]:
     """Return everything as one JSON object."""
+    deployment = setup.deployment
+    total = sum(request.input_tokens for request in requests)
     return {
         "command": command_line(),
         "trace": source,
         "requests": len(requests),
-        "blocks": sum(len(request.blocks) for request in requests),
+        "prompt_tokens": total,
         "hours": round((requests[-1].at_ms - requests[0].at_ms) / 3.6e6, 3),
-        "instances": setup.prefills,
-        "decode_instances": setup.decodes,
-        "hardware": dataclasses.asdict(setup.hardware),
-        "slow": setup.slow,
-        "slow_factor": setup.slow_factor,
-        "best_hit_rate": round(best_hit_rate([request.blocks for request in requests]), 6),
+        "instances": deployment.prefills,
+        "decode_instances": deployment.decodes,
+        "cache_blocks": min(deployment.prefill.kv_tokens // BLOCK_TOKENS, _ALL_BLOCKS),
+        "closed": setup.closed and any(request.delay_ms is not None for request in requests),
+        "slow": deployment.slow,
+        "slow_factor": deployment.slow_factor,
+        "best_hit_rate": round(1 - sum(fresh_tokens(requests, closed=setup.closed)) / total, 6),
         "policies": [dataclasses.asdict(item) for item in records],
     }
 
@@ -551,47 +492,69 @@ def print_tables(document: dict[str, Any], console: Console) -> None:
         print_table(one, console)
 
 
+def print_cells(document: dict[str, Any], console: Console) -> None:
+    """Print a row per trace and scenario: the first policy, the best of the others, and the bound."""
+    columns = "trace", "scenario", "TTFT mean, p99 ms", "hits, of possible", "ITL p99 ms", "local"
+    others = "best of the others", "its TTFT", "its ITL p99", "bound mean, p99", "mean / bound"
+    table = make_table("", (*columns, *others), left=("trace", "scenario", "best of the others"))
+    for cell in document["cells"]:
+        first, *rest = (row for row in cell["policies"] if row["policy"] != BOUND)
+        bound = next((row for row in cell["policies"] if row["policy"] == BOUND), None)
+        best = min(rest, key=lambda row: row["ttft_ms"]["mean"], default=None)
+        possible = cell["best_hit_rate"]
+        table.add_row(
+            cell["trace"].split(".")[0],
+            cell["scenario"],
+            _mean_and_p99(first),
+            f"{first['hit_rate']:.1%}" + (f", {first['hit_rate'] / possible:.1%}" if possible else ""),
+            f"{first['itl_ms']['p99']:.0f}",
+            f"{first['local_share']:.0%}",
+            *((best["policy"], _mean_and_p99(best), f"{best['itl_ms']['p99']:.0f}") if best else ("", "", "")),
+            _mean_and_p99(bound) if bound else "",
+            f"{first['ttft_ms']['mean'] / bound['ttft_ms']['mean']:.2f}" if bound else "",
+        )
+    console.print(table)
+
+
+def _mean_and_p99(row: dict[str, Any]) -> str:
+    return f"{row['ttft_ms']['mean']:,.0f}, {row['ttft_ms']['p99']:,.0f}"
+
+
 def print_table(document: dict[str, Any], console: Console) -> None:
     """Print a document for people."""
     console.print(
-        f"{document['requests']:,} requests, {document['blocks']:,} blocks of 512 tokens, {document['hours']:g} h; "
+        f"{document['requests']:,} requests, {document['prompt_tokens']:,} prompt tokens, {document['hours']:g} h; "
         f"{document['instances']} prefill and {document['decode_instances']} decode instances; "
-        f"best possible block hit rate {document['best_hit_rate']:.2%}",
+        f"best possible hit rate {document['best_hit_rate']:.2%}",
         markup=False,
     )
-    columns = (
-        "policy",
-        "beta",
-        "block hits",
-        "of best",
-        "from decode",
-        "load max/mean",
-        "requests max/mean",
-        "local",
-        "given up",
-    )
-    table = make_table("", (*columns, "TTFT p50 ms", "p90", "p99", "mean", "decision µs"), left=("policy",))
+    columns = "policy", "beta", "hits", "of best", "load max/mean", "local", "given up"
+    times = "TTFT p50 ms", "p90", "p99", "mean", "ITL p50 ms", "p99", "E2E mean s", "goodput/s", "sessions/h"
+    table = make_table("", (*columns, *times, "decision µs"), left=("policy",))
     table.columns[0].no_wrap = True
     for row in document["policies"]:
         ttft = row["ttft_ms"]
+        served = row["policy"] != BOUND
         table.add_row(
             row["policy"],
             "" if row["beta"] is None else f"{row['beta']:g}",
             f"{row['hit_rate']:.2%}",
             f"{row['hit_rate'] / document['best_hit_rate']:.1%}" if document["best_hit_rate"] else "",
-            f"{row['reused_rate']:.2%}",
-            f"{row['load_max_over_mean']:.3f}",
-            f"{row['requests_max_over_mean']:.3f}",
-            f"{row['local_share']:.1%}",
-            f"{row['given_up_share']:.1%}",
+            f"{row['load_max_over_mean']:.3f}" if served else "",
+            f"{row['local_share']:.1%}" if served else "",
+            f"{row['given_up_share']:.1%}" if served else "",
             *(f"{ttft[name]:,.0f}" for name in ("p50", "p90", "p99", "mean")),
-            f"{row['decision_us']:.0f}",
+            *(f"{row['itl_ms'][name]:.1f}" if served else "" for name in ("p50", "p99")),
+            f"{row['e2e_ms']['mean'] / 1000:,.1f}" if row["e2e_ms"] else "",
+            "" if row["goodput"] is None else f"{row['goodput']:.3f}",
+            f"{row['sessions_per_hour']:,.0f}" if served else "",
+            f"{row['decision_us']:.0f}" if served else "",
         )
     console.print(table)
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Draw a document's block hits, balance and predicted TTFT, a bar per policy, and write the file."""
+    """Draw a document's hits, balance and predicted TTFT, a bar per policy, and write the file."""
     from matplotlib.figure import Figure  # a figure of its own: no window system, no global state
 
     rows = document["policies"]
@@ -599,10 +562,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(15, 1.5 + 0.4 * len(rows)), layout="constrained")
     figure.suptitle(f"{document['requests']:,} requests on {document['instances']} instances")
     hits, balance, ttft = figure.subplots(1, 3, sharey=True)
-    hits.barh(
-        names, [100 * (row["hit_rate"] + row["reused_rate"]) for row in rows], color="#9fb9dc", label="from decode"
-    )
-    hits.barh(names, [100 * row["hit_rate"] for row in rows], label="block hits")
+    hits.barh(names, [100 * row["hit_rate"] for row in rows], label="hits")
     best = document["best_hit_rate"]
     hits.axvline(100 * best, color="#c0392b", linestyle="--", label=f"best possible, {best:.2%}")
     hits.set_xlabel("%")

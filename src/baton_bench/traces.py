@@ -1,13 +1,22 @@
-"""Traces and data sets: JSON lines; a trace's requests name the blocks of their prompts (``hash_ids``)."""
+"""Traces and data sets: files in one of several forms, recognised by their first line, or generated workloads.
+
+A trace's requests name the blocks of their prompts: equal names stand for equal tokens after equal blocks.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
+import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import IO, Any
 
 import numpy as np
 import orjson
@@ -25,25 +34,32 @@ def read_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict
     Raises:
         ConfigError: The file cannot be read, or a line is no JSON object.
     """
+    for where, line in _text_lines(path, limit):
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(f"{where} is no JSON: {error}", field="trace") from error
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} is no JSON object", field="trace")
+        yield where, value
+
+
+def _text_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file that are not blank, each with its file and number; unpacks gzip."""
     count = 0
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            file: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
             for number, line in enumerate(file, 1):
                 if limit is not None and count >= limit:
                     return
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                try:
-                    value = orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    raise ConfigError(f"{where} is no JSON: {error}", field="trace") from error
-                if not isinstance(value, dict):
-                    raise ConfigError(f"{where} is no JSON object", field="trace")
-                count += 1
-                yield where, value
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="trace") from error
+                if line.strip():
+                    count += 1
+                    yield f"{path}:{number}", line
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", field="trace") from error
 
 
 def whole_numbers(value: object, what: str, field: str) -> tuple[int, ...]:
@@ -73,14 +89,15 @@ def best_hit_rate(chains: Sequence[Sequence[int]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line.
+    """One request of a trace.
 
     Attributes:
-        at_ms: When it arrives.
+        at_ms: Time of arrival in milliseconds, where it does not follow an answer.
         input_tokens: Prompt tokens.
-        output_tokens: That it generates.
-        blocks: Names of the prompt's blocks: equal names stand for equal tokens after equal blocks.
+        output_tokens: Tokens to generate.
+        blocks: Names of the prompt's blocks of 512 tokens: equal names stand for equal tokens after equal blocks.
         session: Conversation that it belongs to; empty: the trace does not say.
+        delay_ms: Milliseconds from the end of its session's last answer to this request; ``None``: unknown.
     """
 
     at_ms: float
@@ -88,9 +105,10 @@ class TraceRequest:
     output_tokens: int
     blocks: tuple[int, ...]
     session: str = ""
+    delay_ms: float | None = None
 
     def to_line(self) -> bytes:
-        """Return the line, without its end."""
+        """Return the line of Mooncake's form, without its end."""
         line: dict[str, Any] = {
             "timestamp": round(self.at_ms),
             "input_length": self.input_tokens,
@@ -99,27 +117,38 @@ class TraceRequest:
         }
         if self.session:
             line["session_id"] = self.session
+        if self.delay_ms is not None:
+            line["delay_ms"] = round(self.delay_ms)
         return orjson.dumps(line)
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Read a trace in order of arrival.
+    """Read a trace of any form, in order of arrival; docs/bench/router.md describes the forms.
 
     Args:
-        path: The file.
+        path: The file, plain or packed by gzip.
         limit: Requests to read at most.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is not what it should be; names line and field.
+        ConfigError: The file cannot be read, its form is unknown, a line is not what it should be, or its time is
+            before the last one's; names line and field.
     """
-    requests = [_request(value, where) for where, value in read_lines(path, limit)]
+    requests: list[TraceRequest] = []
+    last_ms = 0.0
+    for where, request in trace_form(path)(path, limit):
+        if request.at_ms < last_ms and not (request.session and request.delay_ms is not None):
+            raise ConfigError(
+                f"{where}: timestamp is {last_ms - request.at_ms:g} ms before the last", field="timestamp"
+            )
+        last_ms = max(last_ms, request.at_ms)
+        requests.append(request)
     if not requests:
         raise ConfigError(f"{path} has no request", field="trace")
     return sorted(requests, key=lambda request: request.at_ms)
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write requests as a trace.
+    """Write requests as a trace of Mooncake's form.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -130,22 +159,116 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}", field="save") from error
 
 
-def _request(value: dict[str, Any], where: str) -> TraceRequest:
-    at = value.get("timestamp")
-    if isinstance(at, bool) or not isinstance(at, (int, float)) or at < 0:
-        raise ConfigError(f"{where}: timestamp must be a number of milliseconds, got {shown(at)}", field="timestamp")
-    blocks = whole_numbers(value.get("hash_ids"), f"{where}: hash_ids", "hash_ids")
-    length = _length(value, "input_length", where)
-    if not (len(blocks) - 1) * BLOCK_TOKENS < length <= len(blocks) * BLOCK_TOKENS:
-        raise ConfigError(
-            f"{where}: {len(blocks)} hash_ids are not the blocks of {length} tokens ({BLOCK_TOKENS} each)",
-            field="hash_ids",
-        )
-    session = value.get("session_id", "")
-    return TraceRequest(float(at), length, _length(value, "output_length", where), blocks, str(session))
+Located = Iterator[tuple[str, TraceRequest]]
+"""Requests, each with its file and line number."""
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_AGENT_TOKEN_BYTES = 4
+_SESSION_EVERY_MS = 10_000.0
+_TOKEN_MS = 20.0
 
 
-def _length(value: dict[str, Any], name: str, where: str) -> int:
+def trace_form(path: Path) -> Callable[[Path, int | None], Located]:
+    """Return the loader of a file, by its first line.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty, or of no known form.
+    """
+    where, first = next(_text_lines(path), ("", b""))
+    if not where:
+        raise ConfigError(f"{path} has no request", field="trace")
+    if first.lstrip().startswith((b"{", b"[")):
+        _, value = next(read_lines(path, 1))
+        return _read_agent_messages if "input" in value and "pre_gap" in value else _read_block_names
+    if first.decode(errors="replace").strip().lstrip("\ufeff").split(",") == list(_AZURE):
+        return _read_azure
+    raise ConfigError(
+        f"{where}: the form is unknown: neither JSON lines with hash_ids (Mooncake), nor with input and pre_gap "
+        f"(LMCache's agents), nor {','.join(_AZURE)} (Azure)",
+        field="trace",
+    )
+
+
+def _read_block_names(path: Path, limit: int | None) -> Located:
+    """Read Mooncake's form, with ``session_id`` and ``delay_ms`` where a line has them."""
+    for where, value in read_lines(path, limit):
+        blocks = whole_numbers(value.get("hash_ids"), f"{where}: hash_ids", "hash_ids")
+        length = _length(value, "input_length", where)
+        if not (len(blocks) - 1) * BLOCK_TOKENS < length <= len(blocks) * BLOCK_TOKENS:
+            raise ConfigError(
+                f"{where}: {len(blocks)} hash_ids are not the blocks of {length} tokens ({BLOCK_TOKENS} each)",
+                field="hash_ids",
+            )
+        session = str(value.get("session_id", ""))
+        delay = None if value.get("delay_ms") is None else _milliseconds(value, "delay_ms", where)
+        if delay is not None and not session:
+            raise ConfigError(f"{where}: delay_ms needs a session_id", field="session_id")
+        at = _milliseconds(value, "timestamp", where)
+        yield where, TraceRequest(at, length, _length(value, "output_length", where), blocks, session, delay)
+
+
+def _read_azure(path: Path, limit: int | None) -> Located:
+    """Read Azure's form (2023): times and lengths; prompts share nothing."""
+    names = count()
+    first: datetime | None = None
+    lines = _text_lines(path, None if limit is None else limit + 1)
+    next(lines)
+    for where, line in lines:
+        row = dict(zip(_AZURE, next(csv.reader([line.decode(errors="replace").strip()])), strict=False))
+        for name in _AZURE:
+            if not row.get(name):
+                raise ConfigError(f"{where} has no {name}", field=name)
+        try:
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # seven digits of a second, of which six fit
+        except ValueError:
+            text = shown(row["TIMESTAMP"])
+            raise ConfigError(f"{where}: TIMESTAMP must be a date and a time, got {text}", field="TIMESTAMP") from None
+        first = first or at
+        numbers = {name: int(row[name]) if row[name].isdigit() else row[name] for name in _AZURE[1:]}
+        prompt, output = (_length(numbers, name, where) for name in _AZURE[1:])
+        blocks = tuple(next(names) for _ in range(-(-prompt // BLOCK_TOKENS)))
+        yield where, TraceRequest((at - first).total_seconds() * 1000, prompt, output, blocks)
+
+
+def _read_agent_messages(path: Path, limit: int | None) -> Located:
+    """Read LMCache's form of agents' traces: messages, and seconds from one answer to the next request (``pre_gap``).
+
+    A token counts as four bytes of text. The form has no times: sessions begin every ten seconds, and for replays that
+    do not wait for answers a token is assumed to take 20 ms.
+    """
+    names: dict[tuple[int, bytes], int] = {}
+    ends: dict[str, float] = {}
+    for where, value in read_lines(path, limit):
+        session = value.get("session_id")
+        if not isinstance(session, str) or not session:
+            raise ConfigError(f"{where}: session_id must be a text, got {shown(session)}", field="session_id")
+        messages = value.get("input")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise ConfigError(f"{where}: input must be a list of messages", field="input")
+        text = b"".join(orjson.dumps(message) for message in messages)
+        parent = -1
+        blocks = []
+        step = BLOCK_TOKENS * _AGENT_TOKEN_BYTES
+        for start in range(0, len(text), step):
+            parent = names.setdefault((parent, text[start : start + step]), len(names))
+            blocks.append(parent)
+        tokens = -(-len(text) // _AGENT_TOKEN_BYTES)
+        if not tokens:
+            raise ConfigError(f"{where}: input has no message", field="input")
+        output = _length(value, "output_length", where)
+        delay = 1000 * _milliseconds(value, "pre_gap", where)
+        began = ends[session] + delay if session in ends else _SESSION_EVERY_MS * len(ends)
+        ends[session] = began + _TOKEN_MS * output
+        yield where, TraceRequest(began, tokens, output, tuple(blocks), session, delay)
+
+
+def _milliseconds(value: dict[str, Any], name: str, where: str) -> float:
+    number = value.get(name)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+        raise ConfigError(f"{where}: {name} must be a time of at least 0, got {shown(number)}", field=name)
+    return float(number)
+
+
+def _length(value: Mapping[str, Any], name: str, where: str) -> int:
     number = value.get(name)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"{where}: {name} must be a number above 0, got {shown(number)}", field=name)
@@ -254,3 +377,48 @@ def _geometric(rng: random.Random, mean: float) -> int:
     while rng.random() > 1 / mean:
         number += 1
     return number
+
+
+def generate_clients(count: int, *, clients: int = 40, rate: float = 3.0, seed: int = 0) -> list[TraceRequest]:
+    """Return the requests of many unequal clients, after the findings of ServeGen (arXiv 2505.09999).
+
+    A few clients send most requests (weights 1/k); each arrives in bursts of its own (gamma, shape 0.1 to 1), has its
+    own lengths (log-normal prompts, exponential outputs) and a system prompt that all of its requests share.
+
+    Args:
+        count: Requests.
+        clients: Number of clients.
+        rate: Requests per second of all clients together.
+        seed: Seed of all random choices.
+    """
+    rng = np.random.default_rng(seed)
+    weights = 1 / np.arange(1, clients + 1)
+    weights /= weights.sum()
+    names = 0
+    requests: list[TraceRequest] = []
+    for client, weight in enumerate(weights.tolist()):
+        own = math.ceil(count * weight)
+        shape = rng.uniform(0.1, 1.0)
+        times = np.cumsum(rng.gamma(shape, 1000 / (rate * weight * shape), own))
+        system = range(names, names + int(rng.integers(0, 9)))
+        names = system.stop
+        prompts = np.minimum(rng.lognormal(rng.uniform(6.0, 8.5), 0.7, own), 60_000)
+        outputs = rng.exponential(rng.uniform(50, 600), own)
+        for at, prompt, output in zip(times.tolist(), prompts.tolist(), outputs.tolist(), strict=True):
+            fresh = range(names, names + math.ceil(prompt / BLOCK_TOKENS))
+            names = fresh.stop
+            tokens = len(system) * BLOCK_TOKENS + max(1, int(prompt))
+            blocks = (*system, *fresh)[: -(-tokens // BLOCK_TOKENS)]
+            requests.append(TraceRequest(at, tokens, 1 + round(output), blocks, f"c{client}"))
+    return sorted(requests, key=lambda request: request.at_ms)[:count]
+
+
+GENERATED: Mapping[str, Callable[[int, int], list[TraceRequest]]] = MappingProxyType(
+    {
+        "shared_prefix": lambda count, seed: generate(
+            GeneratorOptions(requests=count, prefixes=20, prefix_blocks=20, turns=4, turn_blocks=3, rate=4, seed=seed)
+        ),
+        "servegen": lambda count, seed: generate_clients(count, seed=seed),
+    }
+)
+"""Workloads by name: made from a number of requests and a seed."""

@@ -33,7 +33,9 @@ class ServeOptions:
     vocab_size: int = option(4096, "without --tokenizer prompts are random token ids below this")
     dataset: str = option("random", "prompts", choices=DATASETS)
     file: str = option("", "file of --dataset jsonl, sharegpt or mooncake")
-    requests: int | None = option(None, "requests that count; default: all of --file, else 100")
+    trace: str = option("", "replay a trace, as baton bench router reads it: at its times, or after its answers")
+    scale: float = option(1.0, "trace: share of its prompts' and answers' lengths")
+    requests: int | None = option(None, "requests that count; default: all of --file or --trace, else 100")
     isl: int = option(512, "random, shared-prefix: prompt tokens, without the shared prefix")
     osl: int = option(128, "output tokens, where the data set does not say")
     range_ratio: float = option(0.0, "random, shared-prefix: lengths are drawn from (1 - X) to (1 + X) times the mean")
@@ -42,8 +44,8 @@ class ServeOptions:
     ignore_eos: bool = option(True, "generate all output tokens; off for services that do not know ignore_eos")
     arrival: str = option(
         "auto",
-        "when requests are sent; closed: a new one when one ends (--max-concurrency); trace: mooncake's timestamps; "
-        "auto: trace for mooncake, poisson with --request-rate, else closed",
+        "when requests are sent; closed: a new one when one ends (--max-concurrency); trace: its times; "
+        "auto: trace for --trace and mooncake, poisson with --request-rate, else closed",
         choices=ARRIVALS,
     )
     request_rate: float | None = option(None, "requests per second")
@@ -66,11 +68,13 @@ class ServeOptions:
         ranges |= {"warmup": (0, _MOST), "prefix_len": (1, _MOST), "vocab_size": (16, 2**31), "seed": (0, 2**32)}
         ranges |= {"range_ratio": (0.0, 1.0), "attainment": (0.01, 1.0), "knee_precision": (0.001, 1.0)}
         check_ranges(self, ranges)
-        check_positive(self, "request_rate", "burstiness", "speedup", "timeout_s", "knee_max_rate")
+        check_positive(self, "request_rate", "burstiness", "speedup", "scale", "timeout_s", "knee_max_rate")
         if self.range_ratio >= 1.0:
             raise ConfigError("--range-ratio must be below 1", field="range_ratio")
         self._check_target()
         self._check_arrival()
+        if self.trace and (self.file or self.dataset != "random"):
+            raise ConfigError("--trace comes without --dataset and --file", field="trace")
         needs_file = self.dataset in ("jsonl", "sharegpt", "mooncake")
         if needs_file != bool(self.file):
             text = f"needs --file with --dataset {self.dataset}" if needs_file else "is for other data sets: no --file"
@@ -94,8 +98,8 @@ class ServeOptions:
             raise ConfigError(f"--arrival {kind} needs --request-rate", field="request_rate")
         if kind in ("closed", "trace") and self.request_rate is not None:
             raise ConfigError(f"--arrival {kind} has no --request-rate", field="request_rate")
-        if kind == "trace" and self.dataset != "mooncake":
-            raise ConfigError("--arrival trace needs --dataset mooncake", field="arrival")
+        if kind == "trace" and not self.trace_file:
+            raise ConfigError("--arrival trace needs --trace or --dataset mooncake", field="arrival")
         if self.find_knee and kind == "trace":
             raise ConfigError("--find-knee sets the rate: give --arrival poisson, constant or gamma", field="arrival")
 
@@ -106,7 +110,12 @@ class ServeOptions:
             return self.arrival
         if self.find_knee or self.request_rate is not None:
             return "poisson"
-        return "trace" if self.dataset == "mooncake" else "closed"
+        return "trace" if self.trace_file else "closed"
+
+    @property
+    def trace_file(self) -> str:
+        """The trace to replay; empty: none."""
+        return self.trace or (self.file if self.dataset == "mooncake" else "")
 
 
 def parse_slos(texts: Sequence[str]) -> dict[str, float]:

@@ -32,11 +32,15 @@ class PlannedRequest:
         prompt: Prompt as text or token ids, or the chat messages.
         output_tokens: Wanted.
         at_s: When a trace sends it, in seconds after its first request.
+        session: Conversation that it belongs to; empty: unknown.
+        delay_s: Seconds from the session's last answer to this request; ``None``: it has a time.
     """
 
     prompt: Prompt
     output_tokens: int
     at_s: float = 0.0
+    session: str = ""
+    delay_s: float | None = None
 
 
 class PromptSource:
@@ -55,7 +59,7 @@ class PromptSource:
         size = self._tokenizer.vocab_size if self._tokenizer else options.vocab_size
         special = self._tokenizer.special_ids if self._tokenizer else frozenset(range(min(8, size // 2)))
         self._ids = np.array([i for i in range(size) if i not in special], dtype=np.int64)
-        self._from_file = self._read_file() if options.file else []
+        self._from_file = self._read_file() if options.file or options.trace else []
 
     @property
     def count(self) -> int:
@@ -120,8 +124,8 @@ class PromptSource:
     def _read_file(self) -> list[PlannedRequest]:
         path = Path(self._options.file)
         limit = self._options.requests
-        if self._options.dataset == "mooncake":
-            return self._read_mooncake(path, limit)
+        if self._options.trace_file:
+            return self._read_trace(Path(self._options.trace_file), limit)
         if self._options.dataset == "sharegpt":
             results = self._read_sharegpt(path, limit)
         else:
@@ -174,17 +178,22 @@ class PromptSource:
             return None
         return PlannedRequest(texts[0], output)
 
-    def _read_mooncake(self, path: Path, limit: int | None) -> list[PlannedRequest]:
+    def _read_trace(self, path: Path, limit: int | None) -> list[PlannedRequest]:
         trace = read_trace(path, limit)
+        scale = self._options.scale
+        speedup = self._options.speedup
+        block_tokens = max(1, round(scale * BLOCK_TOKENS))
         blocks: dict[int, tuple[int, ...]] = {}
         results = []
         for row in trace:
             for block in row.blocks:
                 if block not in blocks:
                     rng = np.random.default_rng([self._options.seed, 3, block])
-                    blocks[block] = tuple(self._draw(rng, BLOCK_TOKENS))
-            ids = [token for block in row.blocks for token in blocks[block]][: row.input_tokens]
+                    blocks[block] = tuple(self._draw(rng, block_tokens))
+            ids = [token for block in row.blocks for token in blocks[block]][: max(1, round(scale * row.input_tokens))]
             prompt: Prompt = tuple(ids) if self._tokenizer is None else self._tokenizer.decode(ids)
-            at = (row.at_ms - trace[0].at_ms) / 1e3 / self._options.speedup
-            results.append(PlannedRequest(prompt, row.output_tokens, at))
+            at = (row.at_ms - trace[0].at_ms) / 1e3 / speedup
+            delay = None if row.delay_ms is None else row.delay_ms / 1e3 / speedup
+            output = max(1, round(scale * row.output_tokens))
+            results.append(PlannedRequest(prompt, output, at, row.session, delay))
         return results

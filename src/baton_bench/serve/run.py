@@ -131,16 +131,19 @@ async def put_load(
     Args:
         target: Where to.
         requests: Requests to send, in order.
-        times: When each is due, in seconds after the first; ``None``: as soon as there is room.
+        times: When each is due, in seconds after the first, unless its session has a request before it and its delay is
+            known: then it is due that long after the answer before. ``None``: as soon as there is room.
         concurrency: Requests in flight at most.
         on_done: Called after each answer.
     """
     room = asyncio.Semaphore(concurrency or len(requests))
     samples = [Sample(number) for number in range(len(requests))]
     in_flight = peak = 0
+    followers = _followers(requests) if times is not None else {}
 
-    async def ask(sample: Sample, request: PlannedRequest) -> None:
+    async def ask(number: int) -> None:
         nonlocal in_flight, peak
+        sample, request = samples[number], requests[number]
         async with room:
             in_flight += 1
             peak = max(peak, in_flight)
@@ -152,17 +155,38 @@ async def put_load(
             finally:
                 in_flight -= 1
         on_done()
+        follower = followers.get(number)
+        if follower is not None:
+            delay_s = requests[follower].delay_s or 0.0
+            samples[follower].due_s = time.perf_counter() + delay_s
+            await asyncio.sleep(delay_s)
+            tasks.create_task(ask(follower))
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
-        for number, (sample, request) in enumerate(zip(samples, requests, strict=True)):
+        waiting = set(followers.values())
+        for number, sample in enumerate(samples):
+            if number in waiting:
+                continue
             if times is not None:
                 sample.due_s = started + times[number]
                 await asyncio.sleep(max(0.0, sample.due_s - time.perf_counter()))
-            tasks.create_task(ask(sample, request))
+            tasks.create_task(ask(number))
     ended = time.perf_counter()
     sending = max((sample.sent_s for sample in samples), default=started) - started
     return Load(samples, ended - started, peak, sending)
+
+
+def _followers(requests: Sequence[PlannedRequest]) -> dict[int, int]:
+    """Return, by its number, each request whose answer another one of its session waits for, and that one's number."""
+    latest: dict[str, int] = {}
+    followers = {}
+    for number, request in enumerate(requests):
+        if request.session:
+            if request.delay_s is not None and request.session in latest:
+                followers[latest[request.session]] = number
+            latest[request.session] = number
+    return followers
 
 
 T = TypeVar("T")
@@ -217,7 +241,7 @@ class Benchmark:
                     RunRecord,
                     options,
                     model=target.model,
-                    dataset=options.file or options.dataset,
+                    dataset=options.trace or options.file or options.dataset,
                     arrival=options.arrival_kind,
                     requests=self._source.count,
                     slo=self._slos,

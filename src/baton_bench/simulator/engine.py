@@ -56,6 +56,8 @@ class SimulatedSequence:
         names: Names of its prompt's full blocks of 512 tokens.
         pinned: Whether its prompt is computed for another instance: its blocks are kept until they are read.
         computed: Number of the ``prompt`` tokens whose KV is in the pool.
+        matched: Prompt tokens found in the prefix cache when it was admitted first.
+        admitted_at: Time at which it was admitted first.
         output: Tokens generated, as of ``joined``; an average with speculation.
         joined: The instance's step from which it decodes.
         private: Tokens of the pool that it uses beside ``names``, as of ``joined``.
@@ -64,8 +66,8 @@ class SimulatedSequence:
     """
 
     __slots__ = (
-        "base", "computed", "first_at", "joined", "key", "last_at", "names", "num_passed", "num_preemptions", "output",
-        "pinned", "private", "prompt", "slice_start", "slices", "target", "wait",
+        "admitted_at", "base", "computed", "first_at", "joined", "key", "last_at", "matched", "names", "num_passed",
+        "num_preemptions", "output", "pinned", "private", "prompt", "slice_start", "slices", "target", "wait",
     )  # fmt: skip
 
     def __init__(self, key: int, prompt: int, target: int, names: SequenceOf[int], *, pinned: bool = False) -> None:
@@ -75,9 +77,9 @@ class SimulatedSequence:
         self.target = target
         self.pinned = pinned
         self.names = tuple(names[: prompt // BLOCK_TOKENS])
-        self.computed = self.num_passed = self.num_preemptions = self.slice_start = 0
+        self.computed = self.matched = self.num_passed = self.num_preemptions = self.slice_start = 0
         self.output = self.private = self.joined = self.wait = 0.0
-        self.first_at = self.last_at = math.nan
+        self.admitted_at = self.first_at = self.last_at = math.nan
         self.slices: list[tuple[int, int, float]] = []
 
     @property
@@ -536,6 +538,9 @@ class SimulatedEngine:
         self.cache.used_tokens += sequence.private
         self.use.most_held = max(self.use.most_held, self.cache.used_tokens)
         self._worst += sequence.to_come
+        if math.isnan(sequence.admitted_at):
+            sequence.admitted_at = self._timeline.now
+            sequence.matched = matched
         if loads:
             self._loading.add(sequence)
             self._owner.start_load(self, sequence)

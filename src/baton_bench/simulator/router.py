@@ -94,7 +94,8 @@ class PrefillReport:
         cached: Prompt tokens that the computing instance had cached.
         moved: Prompt tokens whose KV was transferred.
         exposed_s: Seconds of the transfer after the computation had ended.
-        ttft_s: Seconds from arrival to the first token.
+        ttft_s: Seconds from placement to the first token.
+        queue_s: Seconds from placement until the decode instance admitted the request.
     """
 
     remote: bool
@@ -103,6 +104,7 @@ class PrefillReport:
     moved: int
     exposed_s: float
     ttft_s: float
+    queue_s: float = 0.0
 
 
 class Routing(Protocol):
@@ -121,6 +123,7 @@ class Routing(Protocol):
         """Return everything that a request of ``num_tokens`` output tokens has reserved."""
 
 
+MakePolicy = Callable[[Speeds], Policy]
 MakeRouting = Callable[[Fleet, Callable[[], float]], Routing]
 """Makes a router for a fleet; the second argument returns the virtual time in seconds."""
 
@@ -283,7 +286,7 @@ class VirtualRouter:
     Args:
         fleet: The instances and the router's settings.
         now: Returns the virtual time in seconds.
-        policy: Policy to use instead of the fleet's.
+        make: Makes a policy from the learnt speeds, to be used instead of the fleet's.
 
     Attributes:
         instances: The router's records of the instances, by role.
@@ -294,7 +297,7 @@ class VirtualRouter:
         ConfigError: The policy is unknown.
     """
 
-    def __init__(self, fleet: Fleet, now: Callable[[], float], policy: Policy | None = None) -> None:
+    def __init__(self, fleet: Fleet, now: Callable[[], float], make: MakePolicy | None = None) -> None:
         self.index = PrefixIndex()
         self.decision_us: list[float] = []
         self._fleet = fleet
@@ -307,7 +310,9 @@ class VirtualRouter:
         self._numbers = {
             each.address: number for members in self.instances.values() for number, each in enumerate(members)
         }
-        if policy is None:
+        if make is not None:
+            policy = make(self._speeds)
+        else:
             context = PolicyContext(
                 beta=fleet.beta, temperature=fleet.temperature, rng=random.Random(fleet.seed), speeds=self._speeds
             )
@@ -403,4 +408,5 @@ class VirtualRouter:
             kv_bytes=round(report.moved * self._fleet.kv_bytes_per_token),
             exposed_us=round(1e6 * report.exposed_s),
             ttft_us=round(1e6 * report.ttft_s),
+            queue_us=round(1e6 * report.queue_s),
         )

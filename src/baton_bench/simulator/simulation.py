@@ -8,6 +8,7 @@ last layer's part after it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,13 @@ def percentile_of(gaps: Sequence[Gaps], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """One request's times in milliseconds; ``itl_ms`` is the percentile that targets are compared with."""
+    """One request's times in milliseconds.
+
+    Attributes:
+        itl_ms: The percentile of its gaps that targets are compared with.
+        computed: Prompt tokens that were computed, the first time.
+        began_s: Time of arrival.
+    """
 
     number: int
     ttft_ms: float
@@ -80,11 +87,20 @@ class RequestTimes:
     e2e_ms: float
     waits_ms: tuple[float, ...]
     preemptions: int
+    computed: int
+    began_s: float
     remote: bool
 
     @classmethod
     def of(
-        cls, sequence: SimulatedSequence, began: float, ended: float, gaps: Sequence[Gaps], *, remote: bool
+        cls,
+        sequence: SimulatedSequence,
+        began: float,
+        ended: float,
+        gaps: Sequence[Gaps],
+        computed: int,
+        *,
+        remote: bool,
     ) -> RequestTimes:
         """Take the times of a sequence that has ended."""
         ttft = 1e3 * (sequence.first_at - began)
@@ -97,6 +113,8 @@ class RequestTimes:
             e2e_ms=e2e,
             waits_ms=tuple(1e3 * wait for _, _, wait in sequence.slices if wait > 1e-6),
             preemptions=sequence.num_preemptions,
+            computed=computed,
+            began_s=began,
             remote=remote,
         )
 
@@ -161,6 +179,7 @@ class Outcome:
         prefill: Use of the prefill instances; ``None``: there are none.
         decode: Use of the decode instances.
         gaps: Milliseconds between tokens [n], and how often each occurred [n].
+        given_up_ms: Milliseconds that each request waited which was given up.
         stopped: Whether it was ended early because too many requests had failed.
     """
 
@@ -170,6 +189,7 @@ class Outcome:
     prefill: RoleUse | None
     decode: RoleUse | None
     gaps: tuple[FloatArray, FloatArray]
+    given_up_ms: tuple[float, ...] = ()
     stopped: bool = False
 
     @classmethod
@@ -180,6 +200,7 @@ class Outcome:
         seconds: float,
         engines: tuple[Sequence[SimulatedEngine], Sequence[SimulatedEngine]],
         links: Mapping[SimulatedEngine, float],
+        given_up_ms: tuple[float, ...] = (),
         *,
         stopped: bool,
     ) -> Outcome:
@@ -188,7 +209,7 @@ class Outcome:
         values = np.array([1e3 * run[0] for run in runs] + waits)
         counts = np.array([float(run[1] * run[2]) for run in runs] + [1.0] * len(waits))
         prefill, decode = (RoleUse.of(each, seconds, links) for each in engines)
-        return cls(tuple(requests), asked, seconds, prefill, decode, (values, counts), stopped)
+        return cls(tuple(requests), asked, seconds, prefill, decode, (values, counts), given_up_ms, stopped)
 
     def attainment(self, slos: Mapping[str, float]) -> float:
         """Return the share of the requests that kept all targets; what did not end kept none."""
@@ -235,6 +256,9 @@ class Deployment:
         threshold: Missing prompt tokens from which prefill instances compute; ``None``: the policy decides.
         cores: Processors that all instances share; ``None``: each has its own.
         threads: Processors that each instance keeps busy, if they are shared.
+        slow: Number of instances of each role that are slower.
+        slow_factor: How many times as long a slow instance takes for everything, at least 1.
+        patience_s: Seconds after which a request that waits in the router is given up.
     """
 
     prefills: int
@@ -251,6 +275,9 @@ class Deployment:
     threshold: int | None = None
     cores: float | None = None
     threads: float = 1.0
+    slow: int = 0
+    slow_factor: float = 3.0
+    patience_s: float = math.inf
 
     @property
     def ratio(self) -> str:
@@ -266,6 +293,11 @@ class _Job:
     """A request on its way.
 
     Attributes:
+        at: Time of arrival.
+        placed_at: Time at which it was placed.
+        computed: Prompt tokens that were computed, the first time.
+        moved: Prompt tokens whose KV is transferred.
+        follower: The session's next request, which waits for this one's answer; ``None``: there is none.
         sent: Leading tokens whose KV the decode instance has or is receiving.
         arrives_at: Time at which all of it will have arrived.
     """
@@ -275,8 +307,10 @@ class _Job:
     at: float
     route: Route | None = None
     sequence: SimulatedSequence | None = None
+    follower: _Job | None = None
+    placed_at: float = 0.0
     remote: bool = False
-    cached: int = 0
+    computed: int = 0
     moved: int = 0
     sent: int = 0
     arrives_at: float = 0.0
@@ -319,13 +353,17 @@ class Simulation:
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[SimulatedSequence, _Job] = {}
         self._done: list[RequestTimes] = []
+        self._given_up_ms: list[float] = []
         self._ended = False
 
     def _engine(self, role: Role, number: int) -> SimulatedEngine:
         deployment = self.deployment
+        profile = deployment.prefill if role is Role.PREFILL else deployment.decode
+        if number < deployment.slow:
+            profile = profile.slower(deployment.slow_factor, deployment.slow_factor)
         return SimulatedEngine(
             role,
-            deployment.prefill if role is Role.PREFILL else deployment.decode,
+            profile,
             deployment.limits,
             self._timeline,
             self,
@@ -337,12 +375,26 @@ class Simulation:
             ),
         )
 
-    def run(self, requests: Sequence[TraceRequest], speedup: float = 1.0) -> Outcome:
-        """Serve requests, given in order of arrival, with arrival times divided by ``speedup``."""
+    def run(self, requests: Sequence[TraceRequest], speedup: float = 1.0, *, closed: bool = False) -> Outcome:
+        """Serve requests, given in order of arrival.
+
+        Args:
+            requests: The requests.
+            speedup: Factor by which arrivals are faster.
+            closed: Whether a session's next request, where its delay is known, comes that long after the answer before
+                has ended, instead of at its time.
+        """
         first = requests[0].at_ms
+        latest: dict[str, _Job] = {}
         for number, request in enumerate(requests):
             job = _Job(number, request, (request.at_ms - first) / 1e3 / speedup)
-            self._timeline.at(job.at + self.deployment.overheads.request_s, partial(self._arrive, job))
+            before = latest.get(request.session) if closed and request.delay_ms is not None else None
+            if request.session:
+                latest[request.session] = job
+            if before is not None:
+                before.follower = job
+            else:
+                self._schedule(job, job.at)
         self._timeline.run_while(lambda: not self._ended)
         seconds = self._timeline.now
         return Outcome.of(
@@ -351,8 +403,18 @@ class Simulation:
             seconds,
             (self.prefills, self.decodes),
             {engine: busy / seconds for engine, busy in self._link_busy.items()} if seconds else {},
+            tuple(self._given_up_ms),
             stopped=self._ended,
         )
+
+    def _schedule(self, job: _Job, at: float) -> None:
+        job.at = at
+        self._timeline.at(at + self.deployment.overheads.request_s, partial(self._arrive, job))
+
+    def _schedule_follower(self, job: _Job) -> None:
+        """Have the session's next request arrive, its delay after now."""
+        if job.follower is not None:
+            self._schedule(job.follower, self._timeline.now + (job.follower.request.delay_ms or 0.0) / 1e3)
 
     # Router
 
@@ -364,10 +426,16 @@ class Simulation:
         """Place the request that has waited longest, and the next ones, while a decode instance has room."""
         while self._waiting:
             job = self._waiting[0]
+            if self._timeline.now - job.at > self.deployment.patience_s:
+                self._waiting.popleft()
+                self._given_up_ms.append(1e3 * (self._timeline.now - job.at))
+                self._schedule_follower(job)
+                continue
             job.route = self._routing.place(job.request)
             if job.route is None:
                 return
             self._waiting.popleft()
+            job.placed_at = self._timeline.now
             request = job.request
             sequence = SimulatedSequence(job.number, request.input_tokens, request.output_tokens, request.blocks)
             job.sequence = sequence
@@ -423,13 +491,13 @@ class Simulation:
         if job.route is None or job.sequence is None:
             raise AssertionError("a prompt is computed that has no decode instance")
         decode = self.decodes[job.route.decode]
+        job.computed += tokens
         fresh = sequence.computed - job.sent
         if fresh > 0:
             job.sent = sequence.computed
             job.arrives_at = max(job.arrives_at, self._travel(engine, decode, fresh, began, now))
         if sequence.missing:
             return
-        job.cached = sequence.prompt - tokens if tokens < sequence.prompt else 0
         end = max(now, job.arrives_at)
         job.exposed_s = end - now
         target = job.sequence
@@ -458,10 +526,20 @@ class Simulation:
         job = self._jobs[sequence]
         if job.route is None:
             return
-        ttft = sequence.first_at - job.at
-        computed = max(1, sequence.prompt - job.cached)
+        if not job.remote:
+            job.computed = sequence.base - sequence.matched
+        queue_s = sequence.admitted_at - job.placed_at
         self._routing.on_first_token(
-            job.route, PrefillReport(job.remote, computed, job.cached, job.moved, job.exposed_s, ttft)
+            job.route,
+            PrefillReport(
+                job.remote,
+                job.computed,
+                sequence.base - job.computed,
+                job.moved,
+                job.exposed_s,
+                sequence.first_at - job.placed_at,
+                queue_s,
+            ),
         )
         if self._waiting:
             self._place_waiting()
@@ -470,7 +548,7 @@ class Simulation:
         """Note the request's times; a request that waits in the router may have room now."""
         job = self._jobs.pop(sequence)
         gaps = gaps_of(engine.gaps, sequence.slices)
-        times = RequestTimes.of(sequence, job.at, self._timeline.now, gaps, remote=job.remote)
+        times = RequestTimes.of(sequence, job.at, self._timeline.now, gaps, job.computed, remote=job.remote)
         self._done.append(times)
         if not all(times.keeps(metric, limit) for metric, limit in self._slos.items()):
             self._failed += 1
@@ -478,5 +556,6 @@ class Simulation:
                 self._ended = True
         if job.route is not None:
             self._routing.on_finished(job.route, job.request.output_tokens)
+        self._schedule_follower(job)
         if self._waiting:
             self._place_waiting()

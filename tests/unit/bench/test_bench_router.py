@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,11 +19,23 @@ from baton.errors import ConfigError
 from baton.types import Role
 from baton_bench.prefixes import read_dataset, repeated_prefixes
 from baton_bench.rival_policies import RIVALS
-from baton_bench.router import Hardware, Replay, ReplayInstance, ReplayResult, Setup, record
+from baton_bench.router import (
+    LLAMA_70B,
+    PolicyRecord,
+    Replay,
+    Setup,
+    bound_ms,
+    fresh_tokens,
+    mean_shortest_first,
+    record,
+    replay,
+)
+from baton_bench.simulator.engine import SimulatedEngine
+from baton_bench.simulator.simulation import Deployment
 from baton_bench.traces import (
+    GENERATED,
     GeneratorOptions,
     TraceRequest,
-    best_hit_rate,
     generate,
     in_bursts,
     read_trace,
@@ -64,6 +78,89 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, field: str) -> None:
     with pytest.raises(ConfigError, match=r"t\.jsonl:2") as caught:
         read_trace(path)
     assert caught.value.field == field
+
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,1025,10\n2023-11-16 18:17:04.0319600,3,8\n"
+)
+
+
+def agent_line(**changes: object) -> str:
+    line = {"session_id": "a", "model": "m", "input": [{"role": "user", "content": "x" * 5000}], "output_length": 5}
+    return json.dumps(line | {"pre_gap": 1.5} | changes)
+
+
+def test_forms_are_told_apart_by_their_first_line_and_unpacked(tmp_path: Path) -> None:
+    azure = tmp_path / "azure.csv"
+    azure.write_text(AZURE)
+    one, two = read_trace(azure)
+    assert (one.at_ms, one.input_tokens, one.output_tokens, len(one.blocks)) == (0.0, 1025, 10, 3)
+    assert two.at_ms == pytest.approx(52.0)
+    assert not set(one.blocks) & set(two.blocks), "the form does not say what prompts share"
+
+    agents = tmp_path / "agents.jsonl.gz"
+    longer = [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "y" * 3000}]
+    lines = agent_line(), agent_line(session_id="b"), agent_line(input=longer)
+    agents.write_bytes(gzip.compress("\n".join(lines).encode()))
+    first, third, second = read_trace(agents)
+    assert (first.session, first.delay_ms, first.blocks[0]) == ("a", 1500.0, second.blocks[0])
+    assert second.blocks == first.blocks
+    assert third.blocks[:2] == first.blocks[:2], "a session's prompt begins with its last one"
+    assert third.blocks[2] != first.blocks[2], "a block that grew is another one"
+
+    chats = tmp_path / "chats.jsonl"
+    delayed = [replace(chat, delay_ms=5.0) for chat in CHATS]
+    write_trace(chats, delayed)
+    packed = tmp_path / "chats.gz"
+    packed.write_bytes(gzip.compress(chats.read_bytes()))
+    assert read_trace(packed) == read_trace(chats)
+    assert {request.delay_ms for request in read_trace(packed)} == {5.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "field"),
+    [
+        ("", "t.jsonl has no request", "trace"),
+        ("hello\n", "t.jsonl:1: the form is unknown", "trace"),
+        (AZURE + "2023-11-16 18:17:04.5,7\n", "t.jsonl:4 has no GeneratedTokens", "GeneratedTokens"),
+        (AZURE + "yesterday,7,8\n", "t.jsonl:4: TIMESTAMP", "TIMESTAMP"),
+        (AZURE + "2023-11-16 18:17:05,x,8\n", "t.jsonl:4: ContextTokens", "ContextTokens"),
+        (AZURE + "2023-11-16 18:17:03,7,8\n", "t.jsonl:4: timestamp is", "timestamp"),
+        (agent_line(session_id=""), "t.jsonl:1: session_id", "session_id"),
+        (agent_line(pre_gap=-1), "t.jsonl:1: pre_gap", "pre_gap"),
+        (agent_line(input="hi"), "t.jsonl:1: input", "input"),
+        (agent_line(input=[]), "t.jsonl:1: input", "input"),
+        (
+            '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1], "delay_ms": 3}',
+            "t.jsonl:1: delay_ms needs a session_id",
+            "session_id",
+        ),
+    ],
+)
+def test_a_wrong_trace_is_named_by_file_line_and_field(tmp_path: Path, text: str, where: str, field: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    assert where in str(caught.value)
+    assert caught.value.field == field
+
+
+def test_a_broken_archive_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.gz"
+    path.write_bytes(gzip.compress((AZURE + "2023-11-16 18:17:05,7,8\n" * 100).encode())[:-12])
+    with pytest.raises(ConfigError, match=r"cannot read .*t\.gz"):
+        read_trace(path)
+
+
+def test_generated_clients_are_unequal() -> None:
+    requests = GENERATED["servegen"](1000, 0)
+    assert requests == GENERATED["servegen"](1000, 0)
+    assert len(requests) == 1000
+    assert all(a.at_ms <= b.at_ms for a, b in pairwise(requests))
+    sizes = [sum(x.session == f"c{client}" for x in requests) for client in range(40)]
+    assert max(sizes) > 5 * sorted(sizes)[20], "a few clients send most requests"
+    assert all((len(x.blocks) - 1) * 512 < x.input_tokens <= len(x.blocks) * 512 for x in requests)
 
 
 def test_generated_workloads_share_what_they_are_asked_to() -> None:
@@ -129,117 +226,146 @@ def test_datasets_of_all_kinds(tmp_path: Path) -> None:
 
 # --- replay ---
 
+ENGINE = LLAMA_70B.engines[0]
 
-def both_views(replay: Replay, run: ReplayResult) -> Iterator[tuple[ReplayInstance, Instance]]:
+
+def setup_of(prefills: int = 4, decodes: int = 4, policy: str = "match_minus_load", **changes: object) -> Setup:
+    """Return a deployment of the default hardware; changes are to fields of the setup or of the deployment."""
+    deployment = Deployment(
+        prefills, decodes, ENGINE, ENGINE, LLAMA_70B.limits, LLAMA_70B.link, 80, 327_680.0, policy=policy
+    )
+    own = {name: changes.pop(name) for name in list(changes) if name in Setup.__dataclass_fields__}
+    return Setup(replace(deployment, **changes), **own)  # type: ignore[arg-type]
+
+
+def both_views(run: Replay) -> Iterator[tuple[SimulatedEngine, Instance]]:
     """Yield every instance, and the router's record of it."""
-    for role, simulated in ((Role.PREFILL, run.prefills), (Role.DECODE, run.decodes)):
-        yield from zip(simulated, replay.router.instances[role], strict=True)
+    for role, simulated in ((Role.PREFILL, run.simulation.prefills), (Role.DECODE, run.simulation.decodes)):
+        yield from zip(simulated, run.router.instances[role], strict=True)
+
+
+def served(setup: Setup, requests: list[TraceRequest]) -> PolicyRecord:
+    return record(setup, requests, {})
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *RIVALS])
 def test_every_policy_replays_and_nothing_is_left_over(policy: str) -> None:
-    setup = Setup(prefills=4, decodes=3, policy=policy, hardware=Hardware(cache_blocks=400))
-    replay = Replay(setup)
-    run = replay.run(CHATS)
-    assert len(run.ttft_ms) == len(CHATS)
-    assert sum(x.num_requests for x in [*run.prefills, *run.decodes]) == len(CHATS)
-    for simulated, instance in both_views(replay, run):
+    small = replace(ENGINE, kv_tokens=400 * 512)
+    setup = setup_of(4, 3, policy, prefill=small, decode=small)
+    run = replay(setup, CHATS)
+    assert sorted(each.number for each in run.outcome.requests) == list(range(len(CHATS)))
+    for simulated, instance in both_views(run):
         book = instance.load
-        assert (book.requests, book.tokens, book.prompts, simulated.decoding) == (0, 0, 0, 0)
+        assert (book.requests, book.tokens, book.prompts, len(simulated.decoding)) == (0, 0, 0, 0)
         assert instance.events.num_blocks == len(simulated.cache) <= 400, "the index knows what the cache holds"
-        assert replay.router.index.num_pending(instance.events.slot) == 0
-    found = record(setup, run, CHATS)
-    assert 0 < found.hit_rate + found.reused_rate <= best_hit_rate(CHAT_BLOCKS)
-    assert found.ttft_ms["p50"] <= found.ttft_ms["p99"]
+        assert simulated.cache.used_tokens == pytest.approx(0.0, abs=1e-6)
+        assert run.router.index.num_pending(instance.events.slot) == 0
+    for each in run.outcome.requests:
+        assert 0 < each.computed <= CHATS[each.number].input_tokens
+        assert each.ttft_ms <= each.e2e_ms
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 6000), st.integers(1, 30), st.integers(0, 5000)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.booleans(),
+)
+def test_a_replay_conserves_requests_and_tokens_and_keeps_to_the_bound(
+    turns: list[tuple[int, int, int, int]], closed: bool
+) -> None:
+    requests = []
+    lengths: dict[int, int] = {}
+    for number, (session, more, output, delay) in enumerate(turns):
+        lengths[session] = lengths.get(session, 0) + more
+        names = tuple(1000 * session + at for at in range(-(-lengths[session] // 512)))
+        requests.append(TraceRequest(100.0 * number, lengths[session], output, names, f"s{session}", float(delay)))
+    setup = setup_of(2, 2, closed=closed)
+    run = replay(setup, requests)
+    assert len(run.outcome.requests) == len(requests)
+    computed = sum(engine.use.prompt_tokens for engine, _ in both_views(run))
+    assert computed == sum(each.computed for each in run.outcome.requests)
+    least = bound_ms(setup, requests)
+    assert sum(least) <= sum(each.ttft_ms for each in run.outcome.requests) + 1e-6
+    if closed:
+        ends: dict[str, float] = {}
+        for each in sorted(run.outcome.requests, key=lambda each: each.number):
+            request = requests[each.number]
+            began = each.began_s
+            if request.session in ends:
+                assert began == pytest.approx(ends[request.session] + request.delay_ms / 1000)
+            ends[request.session] = began + each.e2e_ms / 1000
+
+
+def test_in_a_closed_loop_a_session_waits_for_its_answers() -> None:
+    turns = [TraceRequest(float(n), 512 * (n + 1), 100, tuple(range(n + 1)), "s", 1000.0) for n in range(3)]
+    open_loop, closed = (replay(setup_of(1, 1, closed=each), turns).outcome for each in (False, True))
+    assert closed.seconds > 2.0 + 3 * 100 * ENGINE.decode.fixed_s > open_loop.seconds
+    assert [each.computed for each in closed.requests] == [512, 512, 512]
+    assert sum(each.computed for each in open_loop.requests) > 3 * 512, "turns that overlap compute the same blocks"
+
+
+def test_a_prompt_on_a_decode_instance_delays_the_streams_there() -> None:
+    stream = TraceRequest(0.0, 512, 400, (0,))
+    prompt = TraceRequest(1000.0, 40_000, 1, tuple(range(1, 80)))
+    alone, beside, apart = (
+        replay(setup_of(1, 1, threshold=threshold), requests).outcome
+        for threshold, requests in ((10**9, [stream]), (10**9, [stream, prompt]), (0, [stream, prompt]))
+    )
+    slow, quick, undisturbed = (
+        next(each.e2e_ms for each in outcome.requests if each.number == 0) for outcome in (beside, alone, apart)
+    )
+    assert slow > 1.2 * quick, "what decode computes itself, its streams wait for"
+    assert undisturbed == pytest.approx(quick, rel=0.05)
 
 
 def test_a_replay_is_the_same_every_time_and_one_instance_finds_all() -> None:
-    runs = [Replay(Setup(prefills=3, decodes=2, seed=5)).run(CHATS) for _ in range(2)]
-    assert runs[0].ttft_ms == runs[1].ttft_ms
-    alone = Setup(prefills=1, decodes=1, threshold=0)
-    assert record(alone, Replay(alone).run(CHATS), CHATS).hit_rate == pytest.approx(
-        best_hit_rate(CHAT_BLOCKS), abs=1e-6
-    )
+    runs = [replay(setup_of(3, 2, seed=5), CHATS).outcome for _ in range(2)]
+    assert runs[0].requests == runs[1].requests
+    apart = [replace(chat, at_ms=20 * chat.at_ms) for chat in CHATS]
+    possible = 1 - sum(fresh_tokens(apart)) / sum(chat.input_tokens for chat in apart)
+    assert served(setup_of(1, 1, threshold=0), apart).hit_rate == pytest.approx(possible, abs=1e-6)
 
 
 def test_the_default_keeps_hits_and_balance_on_conversations() -> None:
-    found = {
-        name: record(setup, Replay(setup).run(CHATS), CHATS)
-        for name in ("match_minus_load", "round_robin")
-        for setup in [Setup(prefills=4, decodes=4, policy=name)]
-    }
-    best = best_hit_rate(CHAT_BLOCKS)
-    assert found["match_minus_load"].hit_rate > 0.9 * best
+    found = {name: served(setup_of(policy=name), CHATS) for name in ("match_minus_load", "round_robin")}
+    possible = 1 - sum(fresh_tokens(CHATS)) / sum(chat.input_tokens for chat in CHATS)
+    assert found["match_minus_load"].hit_rate > 0.9 * possible
     assert found["match_minus_load"].hit_rate > found["round_robin"].hit_rate + 0.1
-    assert found["match_minus_load"].load_max_over_mean < 1.2
+    assert found["match_minus_load"].load_max_over_mean < 1.4
     assert found["match_minus_load"].ttft_ms["mean"] < found["round_robin"].ttft_ms["mean"]
 
 
-@pytest.mark.parametrize("rate", [2.0, 20.0])
-@pytest.mark.parametrize("instances", [2, 8])
-def test_a_system_prompt_of_20_blocks_is_shared_by_all_instances(rate: float, instances: int) -> None:
-    requests = generate(GeneratorOptions(requests=800, prefix_blocks=20, rate=rate, seed=3))
-    run = Replay(Setup(prefills=instances, decodes=instances)).run(requests)
-    computed = [x.computed_tokens for x in run.prefills]
-    assert max(computed) <= 1.2 * sum(computed) / instances
-    # Whoever computed the shared prompt early has done more by then, and gets fewer of the few requests.
-    assert max(x.num_requests for x in run.prefills) <= 1.35 * len(requests) / instances
-    assert sum(x.computed_tokens for x in run.prefills) < 0.25 * sum(r.input_tokens for r in requests)
-
-
-@pytest.mark.parametrize("rate", [2.0, 20.0])
-def test_by_cost_instances_of_one_speed_get_the_same_work(rate: float) -> None:
-    requests = generate(GeneratorOptions(requests=2000, prefix_blocks=20, rate=rate, seed=3))
-    setup = Setup(prefills=8, decodes=8, policy="cost_ms")
-    assert record(setup, Replay(setup).run(requests), requests).load_max_over_mean < 1.2
-
-
-def test_without_the_load_term_it_piles_up() -> None:
-    """What the load term is for, and proof that the replay can tell."""
-    requests = generate(GeneratorOptions(requests=200, prefix_blocks=20, rate=2.0))
-    run = Replay(Setup(prefills=8, decodes=8, beta=0.0, threshold=0)).run(requests)
-    assert max(x.num_requests for x in run.prefills) == 200
-
-
 def test_the_default_gives_slow_instances_less() -> None:
-    run = Replay(Setup(prefills=4, decodes=4, slow=1)).run(
-        generate(GeneratorOptions(requests=600, prefixes=50, rate=6, seed=2))
-    )
-    slow, *others = [x.computed_tokens for x in run.prefills]
-    assert slow < 0.6 * min(others)
-    assert max(others) < 1.3 * min(others)
-    equal = Replay(Setup(prefills=4, decodes=4, slow=1, policy="round_robin")).run(CHATS)
-    assert equal.prefills[0].num_requests == equal.prefills[1].num_requests, "who does not learn"
-
-
-def test_what_decode_alone_holds_takes_its_time_on_the_link() -> None:
-    request = TraceRequest(0.0, 20 * 512, 1, tuple(range(20)))
-    hardware = Hardware(gb_per_s=1.0)
-    later = [replace(request, at_ms=1e5), replace(request, at_ms=1e5, blocks=(*range(10), *range(90, 100)))]
-    setup = Setup(prefills=3, decodes=1, policy="round_robin", hardware=hardware)
-    run = Replay(setup).run([request, *later])
-    first, second, third = run.ttft_ms
-    whole, half = (1000 * hardware.transfer_s(blocks * 512) for blocks in (20, 10))
-    computed, all_computed = (1000 * hardware.prefill_s(Role.PREFILL, blocks * 512) for blocks in (10, 20))
-    assert first == pytest.approx(max(whole, all_computed + whole / 32), rel=0.01)
-    assert second == pytest.approx(whole + 1000 * hardware.prefill_s(Role.PREFILL, 1), rel=0.01)
-    exposed = max(half - computed, half / 32)
-    assert third == pytest.approx(whole + half + computed + exposed, rel=0.01), "the link was busy with the other one"
+    requests = generate(GeneratorOptions(requests=600, prefixes=50, rate=12, seed=2))
+    run = replay(setup_of(slow=1), requests)
+    slow, *others = [x.use.prompt_tokens for x in run.simulation.prefills]
+    assert slow < 0.7 * min(others)
 
 
 def test_nobody_waits_for_ever_and_nobody_is_quick_by_serving_less() -> None:
-    flood = generate(GeneratorOptions(requests=300, prefixes=300, rate=12, seed=4))
-    for limit in (0, 8):
-        setup = Setup(prefills=2, decodes=2, policy="least_loaded", max_inflight=limit, patience_s=10.0)
-        replay = Replay(setup)
-        run = replay.run(flood)
-        found = record(setup, run, flood)
-        assert len(run.ttft_ms) == len(flood)
-        assert 0.1 < found.given_up_share < 0.9
-        assert max(run.ttft_ms) >= 10_000
-        assert all(
-            instance.load.requests == 0 and not simulated.queue for simulated, instance in both_views(replay, run)
-        )
+    flood = generate(GeneratorOptions(requests=300, prefixes=300, rate=60, seed=4))
+    setup = setup_of(1, 1, "least_loaded", max_inflight=8, patience_s=2.0)
+    found = served(setup, flood)
+    assert 0.1 < found.given_up_share < 1.0
+    run = replay(setup, flood)
+    assert len(run.outcome.requests) + len(run.outcome.given_up_ms) == len(flood)
+    assert min(run.outcome.given_up_ms) > 2000.0
+    assert all(instance.load.requests == 0 for _, instance in both_views(run))
+
+
+def test_the_bound_is_that_of_one_server_and_of_each_request() -> None:
+    assert mean_shortest_first([0.0, 0.0, 1.0], [3.0, 1.0, 1.0]) == pytest.approx((5 + 1 + 1) / 3)
+    assert fresh_tokens([CHATS[0], CHATS[0]]) == [CHATS[0].input_tokens, 512]
+    loose = setup_of(8, 8)
+    one = [CHATS[0]]
+    cost = ENGINE.prefill.prompt(CHATS[0].input_tokens)
+    assert bound_ms(loose, one) == [pytest.approx(1000 * cost)]
+    flood = [replace(chat, at_ms=0.0, blocks=(n,), input_tokens=512) for n, chat in enumerate(CHATS)]
+    crowded = bound_ms(setup_of(1, 1), flood)
+    assert math.fsum(crowded) > 10 * math.fsum(bound_ms(setup_of(512, 512), flood))
 
 
 def test_bursts_keep_every_request_and_its_minute() -> None:
@@ -254,17 +380,40 @@ def test_bursts_keep_every_request_and_its_minute() -> None:
 
 def test_bench_router_in_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["bench", "router", "--generate", "60", "--instances", "4", "--json"]
-    scenarios = ["--scenarios", "equal,unequal,bursts,bounded", "--policy", "match_minus_load,rivals"]
-    assert main([*flags, *scenarios, "--require-ttft", "1000"]) == 0
+    scenarios = ["--scenarios", "equal,unequal,bursts,bounded", "--policy", "match_minus_load,rivals,bound"]
+    assert main([*flags, *scenarios, "--require-ttft", "1000", "--slo", "ttft:10s"]) == 0
     found = json.loads(capsys.readouterr().out)["scenarios"]
     assert list(found) == ["equal", "unequal", "bursts", "bounded"]
-    assert (found["unequal"]["slow"], found["bounded"]["hardware"]["cache_blocks"]) == (1, 1000)
-    assert [x["policy"] for x in found["bursts"]["policies"]] == ["match_minus_load", *RIVALS]
+    assert (found["unequal"]["slow"], found["bounded"]["cache_blocks"]) == (1, 2000)
+    assert [x["policy"] for x in found["bursts"]["policies"]] == ["match_minus_load", *RIVALS, "bound"]
+    *rows, bound = found["equal"]["policies"]
+    assert all(row["ttft_ms"]["mean"] >= bound["ttft_ms"]["mean"] for row in rows)
+    assert all(row["goodput"] > 0 and row["sessions_per_hour"] > 0 for row in rows)
     assert main([*flags, "--policy", "match_minus_load", "--require-ttft", "0.5"]) == 3
     assert "times the mean TTFT" in capsys.readouterr().err
     assert main(["bench", "router", "--generate", "9", "--scenarios", "equal", "--policy", "dynamo_cost"]) == 0
     assert "dynamo_cost" in capsys.readouterr().out
     assert main([*flags, "--scenarios", "sunny"]) == 2
+
+
+def test_bench_router_over_all_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "azure.csv").write_text(AZURE)
+    write_trace(tmp_path / "agents.jsonl", [replace(chat, delay_ms=5.0) for chat in CHATS[:40]])
+    (tmp_path / "notes.txt").write_text("no trace")
+    flags = ["--traces", "all", "--trace-dir", str(tmp_path), "--limit", "40", "--instances", "2"]
+    assert (
+        main(["bench", "router", *flags, "--scenarios", "equal,open", "--policy", "match_minus_load,rivals,bound"]) == 0
+    )
+    table = capsys.readouterr().out
+    for name in ("agents", "azure", "servegen", "shared_prefix"):
+        assert name in table
+    assert table.count("open") == 1, "a trace without delays has its times anyway"
+    assert main(["bench", "router", *flags, "--scenarios", "equal,open", "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [(cell["trace"], cell["scenario"], cell["closed"]) for cell in cells[:2]] == [
+        ("agents.jsonl", "equal", True),
+        ("agents.jsonl", "open", False),
+    ]
 
 
 def test_bench_router_from_generation_to_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,7 +432,7 @@ def test_bench_router_from_generation_to_picture(tmp_path: Path, capsys: pytest.
     assert "round_robin" in drawn
     assert main(["bench", "router", "--trace", str(trace), *flags]) == 0
     table = capsys.readouterr().out
-    assert f"best possible block hit rate {made['best_hit_rate']:.2%}" in table
+    assert f"best possible hit rate {made['best_hit_rate']:.2%}" in table
     assert "match_minus_load" in table
     assert main(["bench", "router", "--trace", str(trace), "--instances", "2", "--require-hit-rate", "99"]) == 3
     assert main(["bench", "router", "--trace", str(trace), "--instances", "2", "--require-hit-rate", "10"]) == 0
@@ -302,7 +451,10 @@ def test_bench_router_from_generation_to_picture(tmp_path: Path, capsys: pytest.
         (["--generate", "5", "--policy", "best"], "round_robin"),
         (["--generate", "5", "--beta", "x"], "--beta takes numbers"),
         (["--generate", "5", "--beta", "-1"], "beta must be between"),
-        (["--generate", "5", "--instances", "0"], "prefills must be between"),
+        (["--generate", "5", "--instances", "0"], "instances must be between"),
+        (["--generate", "5", "--traces", "all"], "--traces"),
+        (["--generate", "5", "--slo", "speed:1s"], "--slo must look like"),
+        (["--generate", "5", "--cache-blocks", "-1"], "cache_blocks must be at least 0"),
         (["--generate", "5", "--plot", "x.gif"], "ends in .png or .svg"),
         (["--generate", "5", "--gb-per-s", "0"], "gb_per_s must be above 0"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from pathlib import Path
@@ -20,7 +21,7 @@ from baton_bench.serve import run as run_module
 from baton_bench.serve.options import ServeOptions, parse_slos
 from baton_bench.serve.prompts import PlannedRequest, PromptSource
 from baton_bench.serve.records import FLIGHTS, KneeRecord, Sample, compare, detail, draw, keeps_up, summarize
-from baton_bench.serve.run import Benchmark, Knee, Load, arrival_times, find_knee
+from baton_bench.serve.run import Benchmark, Knee, Load, arrival_times, find_knee, put_load
 from baton_bench.serve.targets import _Connection
 
 MODEL = "models/baton-tiny"
@@ -120,6 +121,39 @@ def test_a_trace_says_when(tmp_path):
     assert prompts[0][512:] != prompts[1][512:]
     assert [request.output_tokens for request in requests] == [7] * 3
     assert arrival_times(ServeOptions(max_concurrency=2), requests, None, 0) is None
+
+
+def test_a_trace_with_delays_is_replayed_in_a_closed_loop(tmp_path):
+    """A session's next request is sent after its last answer, however long that takes."""
+    rows = [
+        {"timestamp": 0, "input_length": 600, "output_length": 100, "hash_ids": [0, n], "session_id": s, "delay_ms": 1}
+        for n, s in enumerate("abaab")
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = ServeOptions(trace=str(path), scale=0.1)
+    requests = PromptSource(options).requests(0)
+    assert [len(request.prompt) for request in requests] == [60] * 5
+    assert {request.output_tokens for request in requests} == {10}
+    assert requests[0].prompt[:51] == requests[4].prompt[:51]
+    sessions = {id(request.prompt): request.session for request in requests}
+    asked: list[int] = []
+    open_sessions: list[str] = []
+
+    class Slow:
+        async def ask(self, request, sample) -> None:
+            session = sessions[id(request.prompt)]
+            assert session not in open_sessions
+            open_sessions.append(session)
+            asked.append(sample.number)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            open_sessions.remove(session)
+
+    load = asyncio.run(put_load(Slow(), requests, arrival_times(options, requests, None, 0), None, lambda: None))
+    assert sorted(asked) == list(range(5))
+    assert [number for number in asked if number in (0, 2, 3)] == [0, 2, 3]
+    assert all(sample.sent_s >= sample.due_s for sample in load.samples)
 
 
 # --- prompts ---

@@ -43,8 +43,7 @@ class MatchMinusLoad(BuiltInPolicy):
     instance at all is left to its own threshold, and with ``--remote-prefill-threshold`` that alone decides.
 
     ``beta`` is the price of load: with 1 the score is the predicted time, with less, hits are worth more than they
-    save at once, because a prefix that is computed again takes the place of others. On traces (docs/benchmarks.md)
-    0.5 keeps 99 % of the possible hits in the same time to first token.
+    save at once, because a prefix that is computed again takes the place of others.
 
     Risks: with ``beta = 0`` everything goes to the instance that first served a common prefix. Speeds are those of the
     latest requests; before the first ones are done all instances count as equal, and no prompt goes to decode. Match
