@@ -161,17 +161,19 @@ def bound_ms(setup: Setup, requests: Sequence[TraceRequest]) -> list[float]:
     that is above the mean of the first bound, all bounds are raised in proportion. Transfers and decodes cost nothing.
     """
     deployment = setup.deployment
-    cost = min((deployment.prefill, deployment.decode), key=lambda each: each.prefill.prompt(BLOCK_TOKENS)).prefill
+    costs = deployment.prefill.prefill, deployment.decode.prefill
     sizes = deployment.prefills, deployment.decodes
     alone = min(sizes) <= deployment.slow and max(sizes) <= deployment.slow
     fastest = deployment.slow_factor if alone else 1.0
     own = []
     for request, fresh in zip(requests, fresh_tokens(requests, closed=setup.closed), strict=True):
-        own.append(fastest * cost.seconds(fresh, fresh * (request.input_tokens - 0.5 * fresh)))
+        pairs = fresh * (request.input_tokens - 0.5 * fresh)
+        own.append(fastest * min(cost.seconds(fresh, pairs) for cost in costs))
     if not (setup.closed and any(request.delay_ms is not None for request in requests)):
         slow = min(deployment.slow, sizes[0]) + min(deployment.slow, sizes[1])
         speed = sum(sizes) - slow + slow / deployment.slow_factor
-        work = [(seconds / fastest - cost.fixed_s) / speed for seconds in own]
+        fixed_s = max(cost.fixed_s for cost in costs)
+        work = [max(0.0, seconds / fastest - fixed_s) / speed for seconds in own]
         least = mean_shortest_first([request.at_ms / 1000 for request in requests], work)
         raised = max(1.0, least / (sum(own) / len(own)))
         own = [raised * seconds for seconds in own]

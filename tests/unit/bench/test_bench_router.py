@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from baton.cli.main import main
 from baton.errors import ConfigError
-from baton.types import Role
+from baton.types import InstanceId, Role
 from baton_bench.prefixes import read_dataset, repeated_prefixes
 from baton_bench.rival_policies import RIVALS
 from baton_bench.router import (
@@ -43,7 +43,9 @@ from baton_bench.traces import (
     write_trace,
 )
 from baton_router.registry.instance import Instance
-from baton_router.scheduler.policies import POLICIES
+from baton_router.registry.load import LoadTracker
+from baton_router.scheduler.policies import POLICIES, Request, Side
+from baton_router.scheduler.speeds import Speeds
 
 CHATS = generate(GeneratorOptions(requests=400, prefixes=5, prefix_blocks=3, turns=4, turn_blocks=3, rate=4, seed=1))
 CHAT_BLOCKS = [chat.blocks for chat in CHATS]
@@ -366,6 +368,48 @@ def test_the_bound_is_that_of_one_server_and_of_each_request() -> None:
     flood = [replace(chat, at_ms=0.0, blocks=(n,), input_tokens=512) for n, chat in enumerate(CHATS)]
     crowded = bound_ms(setup_of(1, 1), flood)
     assert math.fsum(crowded) > 10 * math.fsum(bound_ms(setup_of(512, 512), flood))
+
+
+# --- rivals ---
+
+
+def side_of(role: Role, matched: list[float], work: list[float], requests: list[int]) -> Side:
+    """Return instances that hold leading tokens of a prompt of 1000, with work and requests in flight."""
+    trackers = []
+    for count in requests:
+        tracker = LoadTracker(role)
+        tracker.requests = count
+        trackers.append(tracker)
+    ids = [InstanceId(f"i{at}") for at in range(len(matched))]
+    rates = [each / 1000 for each in matched]
+    return Side(role, ids, matched, rates, work, work, 1000.0, trackers)  # type: ignore[arg-type]
+
+
+def scores_of(name: str, role: Role, matched: list[float], work: list[float], requests: list[int]) -> list[float]:
+    """Return a rival's scores of instances of one role for a prompt of 1000 tokens."""
+    none = side_of(Role.DECODE if role is Role.PREFILL else Role.PREFILL, [], [], [])
+    side = side_of(role, matched, work, requests)
+    both = (side, none) if role is Role.PREFILL else (none, side)
+    ratings = RIVALS[name](Speeds()).score(Request(1000), *both)
+    return (ratings.prefill if role is Role.PREFILL else ratings.decode).totals.tolist()
+
+
+def test_rivals_score_as_they_have_published() -> None:
+    busy = [1000.0, 0.0], [1000.0, 0.0], [1, 0]
+    # The credit is the match; the agentic preset's is twice that, halved by one prompt of excess, times four.
+    assert scores_of("dynamo_cost", Role.PREFILL, *busy) == pytest.approx([-1000 / 512, -1000 / 512])
+    assert scores_of("dynamo_agentic", Role.PREFILL, *busy) == pytest.approx([-4 * 1000 / 512 - 2, -4 * 1000 / 512])
+    assert scores_of("dynamo_lmetric", Role.PREFILL, *busy) == pytest.approx([-2 * 1000 / 512, -1000 / 512])
+    assert scores_of("dynamo_cost", Role.DECODE, *busy) == pytest.approx([-2000 / 512, -1000 / 512])
+    assert scores_of("production_stack", Role.DECODE, [1000.0, 0.0], [0.0, 0.0], [3, 1]) == pytest.approx([0.5, 0.5])
+    sglang = scores_of("sglang_cache_aware", Role.PREFILL, [400.0, 0.0], [0.0, 0.0], [60, 0])
+    assert sglang[0] > sglang[1], "above 0.3, and not unbalanced yet"
+    sglang = scores_of("sglang_cache_aware", Role.PREFILL, [400.0, 0.0], [0.0, 0.0], [66, 0])
+    assert sglang[1] > sglang[0]
+    aibrix = [scores_of("aibrix_prefix_cache", Role.PREFILL, [400.0, 0.0], [0.0, 0.0], [n, 0]) for n in (0, 9)]
+    assert aibrix[0][0] > aibrix[0][1]
+    assert aibrix[1][1] > aibrix[1][0], "more than eight requests apart the fewest win"
+    assert scores_of("llmd_scorer", Role.PREFILL, [1000.0, 0.0], [0.0, 0.0], [1, 0]) == pytest.approx([5.0, 4.0])
 
 
 def test_bursts_keep_every_request_and_its_minute() -> None:
