@@ -16,7 +16,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -51,8 +51,8 @@ def _text_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, byt
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            file: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
-            for number, line in enumerate(file, 1):
+            lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
+            for number, line in enumerate(lines, 1):
                 if limit is not None and count >= limit:
                     return
                 if line.strip():

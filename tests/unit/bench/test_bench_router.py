@@ -297,7 +297,7 @@ def test_a_replay_conserves_requests_and_tokens_and_keeps_to_the_bound(
             request = requests[each.number]
             began = each.began_s
             if request.session in ends:
-                assert began == pytest.approx(ends[request.session] + request.delay_ms / 1000)
+                assert began == pytest.approx(ends[request.session] + (request.delay_ms or 0.0) / 1000)
             ends[request.session] = began + each.e2e_ms / 1000
 
 
