@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from openai.types import Batch
+from prometheus_client import generate_latest
 from tests.integration.router.test_router_process import Process
 from tests.support.servers.cluster import LocalCluster
 from tests.support.servers.fake_worker import FakeWorker
@@ -21,6 +22,7 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 
 from baton.config import EngineConfig
 from baton.config.router import RouterConfig
+from baton.errors import QueueFullError
 from baton.rpc.server import free_port
 from baton.rpc.service_token import Token
 from baton.types import BACKGROUND_PRIORITY, Role
@@ -376,6 +378,21 @@ async def test_a_batch_expires_with_the_answers_that_it_has(tmp_path: Path) -> N
         async with asyncio.timeout(240):
             while [x async for x in client.files.list()] or [x async for x in client.batches.list()]:
                 await asyncio.sleep(0.05)
+
+
+async def test_lines_that_are_refused_are_sent_again(tmp_path: Path) -> None:
+    worker = FakeWorker(Role.DECODE, "d0", caches=False)
+    async with app(tmp_path, worker=worker) as made, client_of(url_of(made)) as client:
+        worker.state.refuse = QueueFullError("full", retry_after_s=0.1)
+        batch = await create(client, [line(i) for i in range(3)])
+        async with asyncio.timeout(240):
+            while 'baton_router_batch_lines_total{outcome="deferred"}' not in generate_latest(made.metrics).decode():
+                await asyncio.sleep(0.01)
+        assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+        worker.state.refuse = None
+        batch = await wait_until(client, batch, "completed")
+        assert batch.request_counts is not None
+        assert batch.request_counts.completed == 3
 
 
 async def test_a_line_gives_way_to_a_request_that_would_wait(tmp_path: Path) -> None:

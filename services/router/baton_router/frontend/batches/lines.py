@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -70,6 +71,7 @@ async def read_lines(store: BatchStore, file_id: str, max_body_bytes: int) -> As
     rest = b""
     too_long = False
     async for piece in read_content(store, file_id):
+        await asyncio.sleep(0)  # what is done with the lines of several pieces would hold up the event loop
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             number += 1

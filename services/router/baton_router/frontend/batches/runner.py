@@ -65,8 +65,11 @@ _RESPONSES = "/v1/responses"
 _UNSTORED = b'{"store":false,'
 """Begins bodies of responses: a batch must not push the tenant's others out of memory. A field of the line goes before
 it, as the later one of two counts; an empty body is refused in any case."""
-_AGAIN = frozenset({429, 502, 503})
+_BAD_GATEWAY = 502
+_AGAIN = frozenset({429, _BAD_GATEWAY, 503})
 """Statuses of answers after which a line is sent again: nothing is wrong with it."""
+_MOST_FAILURES = 3
+"""Answers 502 after which it may be the line's fault after all."""
 _NEVER_AGAIN = b'"code":"slo_unattainable"'
 _GIVEN_UP = {
     "expired": ("batch_expired", "the batch expired before this line was answered"),
@@ -278,6 +281,8 @@ class BatchRun:
         self.wake = asyncio.Event()
         self._unsaved: list[LineResult] = []
         self._saving = asyncio.Lock()
+        self._resume_at = 0.0
+        """Time by the loop's clock before which no further line is sent: the router, or what is behind it, refuses."""
 
     async def run(self) -> None:
         """Run the batch until it ends or its lease is lost."""
@@ -373,6 +378,7 @@ class BatchRun:
 
     async def _answer_lines(self) -> None:
         done = await self._done()
+        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             async for line in self._lines():
                 if line.number in done:
@@ -382,7 +388,8 @@ class BatchRun:
                 except InvalidRequestError as error:
                     await self._save(unsent_line(line, error.code, error.message, error.field))
                     continue
-                # The slot is waited for here, so that no more lines are read than can run.
+                # Refusals and the slot are waited for here, so that no more lines are read than can run.
+                await asyncio.sleep(self._resume_at - loop.time())
                 group.create_task(self._answer(line.number, parsed, await self._acquire(line.number)))
 
     async def _done(self) -> set[int]:
@@ -407,6 +414,7 @@ class BatchRun:
         body = bytes(line.body)
         if line.url == _RESPONSES:
             body = _UNSTORED + body[1:]
+        failures = 0
         while True:
             try:
                 context.posts.serve(exchange, body)
@@ -418,8 +426,13 @@ class BatchRun:
                 break
             context.lines.labels("interrupted" if answer is None else "deferred").inc()
             if answer is not None:
+                failures += answer.status == _BAD_GATEWAY
+                if failures >= _MOST_FAILURES:
+                    break
                 after = _RETRY_AFTER.search(answer.headers)
-                await asyncio.sleep(float(after[1]) if after is not None else 1.0)
+                pause_s = float(after[1]) if after is not None else 1.0
+                self._resume_at = max(self._resume_at, asyncio.get_running_loop().time() + pause_s)
+                await asyncio.sleep(pause_s)
             exchange = await self._acquire(number)
         await self._save(answered_line(number, line.custom_id, answer.status, exchange.request_id, answer.body))
 
