@@ -20,15 +20,16 @@ prefill (in chunks), admission from the queue. Beside decodes, prompts are cut d
   is not overtaken any more, so it is not starved. What has begun to answer is never overtaken.
 * Under the policy ``priority`` a request preempts what is less important, for a slot of the batch or for blocks.
 * *Background* requests (:data:`~baton.types.BACKGROUND_PRIORITY`) come last under every policy, may be preempted by all
-  others, and get nothing in steps that compute another request's prompt. Their own prompts get a small part of a step,
-  because a request that arrives meanwhile waits for its end. They only pause while others make progress: what holds
-  blocks and cannot be preempted goes on as soon as nothing else can.
+  others, and get nothing in steps that compute another request's prompt. Beside decodes they may add a little to a
+  step's time, and steps of their own are short, because a request that arrives meanwhile waits for the end. They only
+  pause while others make progress: what holds blocks and cannot be preempted goes on as soon as nothing else can.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
@@ -322,10 +323,10 @@ class Scheduler:
         while self.loaded and len(self.running) < self._max_seqs:
             self._start_running(self.loaded.pop(0))
         first = bisect_left(self.running, BACKGROUND, key=_by_key)
-        self._plan_class(plan, self.running[:first])
+        self._plan_others(plan, self.running[:first])
         if not plan.has_prompts and self._has_background():
             # What is running may have changed: a sequence that was admitted, and those that it preempted.
-            self._plan_class(plan, [x for x in self.running if x.key > BACKGROUND], background=True)
+            self._plan_background(plan, [x for x in self.running if x.key > BACKGROUND])
         return plan
 
     def _has_background(self) -> bool:
@@ -334,20 +335,45 @@ class Scheduler:
             queue.last_key > BACKGROUND for queue in (self.waiting, self.waiting_to_load)
         )
 
-    def _plan_class(self, plan: StepPlan, running: list[Sequence], *, background: bool = False) -> None:
-        """Add running sequences to a plan, and admit waiting ones of their class."""
+    def _plan_others(self, plan: StepPlan, running: list[Sequence]) -> None:
+        """Add the running sequences that are no background sequences to a plan, and admit such ones."""
         preemptions = self.num_preemptions
-        budget = self._plan_decodes(plan, running, self._budget - plan.num_tokens)
+        budget = self._plan_decodes(plan, running, self._budget)
         if self.step_budget is not None:
             plan.work = work_of_decodes(plan)
-        if all(x in plan.counts for x in running) and not (self.waiting or self.waiting_to_load):
+        if len(plan) == len(running) and not (self.waiting or self.waiting_to_load):
             return
-        if background:
-            budget = min(budget, max(self._block_size, self._budget // BACKGROUND_PART))
         room = self._prefill_room(plan)
         budget = self._plan_prefills(plan, running, budget, room)
         if self.num_preemptions == preemptions:
-            self._admit_waiting(plan, budget, room, background=background)
+            self._admit_waiting(plan, budget, room, background=False)
+
+    def _plan_background(self, plan: StepPlan, running: list[Sequence]) -> None:
+        """Add background sequences to a plan that has the decodes of all others, as far as these allow it."""
+        preemptions = self.num_preemptions
+        seconds = math.inf
+        alone = not plan.counts
+        fitting = running
+        if self.step_budget is not None and plan.work is not None:
+            seconds = self.step_budget.background_seconds(plan.work)
+            fitting = []
+            for sequence in running:
+                if self._decode_tokens(sequence, 0):
+                    seconds -= self.step_budget.cost.decode_seconds(sequence.num_tokens)
+                    if seconds < 0 and not (alone and not fitting):
+                        break
+                    fitting.append(sequence)
+        budget = self._plan_decodes(plan, fitting, self._budget - plan.num_tokens)
+        budget = min(budget, max(self._block_size, self._budget // BACKGROUND_PART))
+        room = None
+        if self.step_budget is not None:
+            plan.work = work_of_decodes(plan)
+            least = self._block_size if alone else 0
+            room = self.step_budget.background_room(plan.work, max(0.0, seconds), least)
+        prefilling = [x for x in running if not self._decode_tokens(x, 0)]
+        budget = self._plan_prefills(plan, prefilling, budget, room)
+        if self.num_preemptions == preemptions:
+            self._admit_waiting(plan, budget, room, background=True)
 
     def schedule_ahead(self) -> StepPlan:
         """Choose the tokens of the step after a launched one, as if all its expected tokens had been sampled.

@@ -25,6 +25,10 @@ SLO_SHARE = 0.8
 """Share of the time between tokens that a step may use; the rest covers estimation errors and delivery."""
 LEAST_SHARE = 0.25
 """Prompts get at least this share of the decodes' time, so that decodes that fill the budget do not starve them."""
+BACKGROUND_SECONDS = 0.01
+"""Time limit of steps of background sequences alone: a request that arrives waits for the end of the step."""
+BACKGROUND_SHARE = 0.1
+"""Share of the time of other sequences' decodes that background sequences may add to a step."""
 FIRST_TOKENS = 32
 """Prompt tokens of the first bounded step, before anything is known; each may have twice as many as the largest yet."""
 
@@ -142,6 +146,11 @@ class StepCost:
             used[np.flatnonzero(used)[(coefficients * norms[used]).argmin()]] = False
         self._weights = weights
 
+    def decode_seconds(self, context: int) -> float:
+        """Return the seconds that one more decoding sequence takes in a step; ``context``: its length in tokens."""
+        self._refit()
+        return float(self._weights[1] + self._weights[2] * context)
+
     def affordable(self, seconds: float, start: int) -> int:
         """Return how many tokens of a prompt from position ``start`` on take at most ``seconds`` more."""
         self._refit()
@@ -186,6 +195,21 @@ class StepBudget:
         limit = max(DEFAULT_SECONDS, 2.0 * alone) if self.seconds is None else self.seconds
         most = max(FIRST_TOKENS, 2 * self.cost.most_prompt_tokens)
         return PrefillRoom(self, work, max(limit - alone, LEAST_SHARE * alone), most, least)
+
+    def background_seconds(self, work: StepWork) -> float:
+        """Return the time that background sequences may take in a step; ``work``: decodes of all others."""
+        return BACKGROUND_SHARE * self.cost.predict(work) if work.rows else BACKGROUND_SECONDS
+
+    def background_room(self, work: StepWork, seconds: float, least: int) -> PrefillRoom:
+        """Return what background sequences' prompts may take in a step.
+
+        Args:
+            work: All decodes of the step.
+            seconds: Time that is left for background sequences.
+            least: Prompt tokens that are computed whatever they take.
+        """
+        most = max(FIRST_TOKENS, 2 * self.cost.most_prompt_tokens)
+        return PrefillRoom(self, work, seconds, most, least)
 
 
 class PrefillRoom:

@@ -19,6 +19,7 @@ from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.engine.scheduler import BACKGROUND_PART, PASSES
 from baton.engine.sequence import SequenceState
+from baton.engine.step_budget import StepBudget, StepCost, StepWork
 from baton.errors import QueueFullError
 from baton.types import BACKGROUND_PRIORITY, FinishReason, RequestId, SamplingParams
 
@@ -336,6 +337,33 @@ def test_a_background_prompt_gets_a_small_part_of_a_step() -> None:
         core.add_request(request(str(i), prompt_of(i, 12), max_tokens=2, priority=BACKGROUND_PRIORITY))
     run(core)
     assert max(map(sum, runner.steps)) <= 48 // BACKGROUND_PART + 3  # and a token per decode
+
+
+class FourMsPerRow(StepCost):
+    """Every decode of a step takes 4 ms, whatever was observed."""
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        self._weights = np.array([0.0, 0.004, 0.0, 0.0, 0.0])
+
+
+def test_background_decodes_get_a_bounded_time() -> None:
+    core, runner = make()
+    core._scheduler.step_budget = StepBudget(None, FourMsPerRow())
+    for i in range(5):
+        core.add_request(request(f"b{i}", prompt_of(i, 4), max_tokens=30, priority=BACKGROUND_PRIORITY))
+    outputs: list[SequenceOutput] = []
+    while not tokens_of(outputs, "b4"):
+        outputs += core.step()
+    core.step()
+    assert runner.steps[-1] == [1, 1]  # 10 ms
+    core.add_request(request("other", prompt_of(7, 4), max_tokens=4))
+    before = len(runner.steps)
+    while len(tokens_of(outputs, "other")) < 4:
+        outputs += core.step()
+    assert runner.steps[before:] == [[4], [1], [1], [1]]  # a tenth of 4 ms is too little for a row
+    outputs += run(core)
+    assert tokens_of(outputs, "other") == expected(tuple(prompt_of(7, 4)), 4)
+    assert {output.request_id for output in outputs if output.finish_reason} == {"other", *(f"b{i}" for i in range(5))}
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_blocks": 16}], ids=["slots", "blocks"])

@@ -65,11 +65,11 @@ _RESPONSES = "/v1/responses"
 _UNSTORED = b'{"store":false,'
 """Begins bodies of responses: a batch must not push the tenant's others out of memory. A field of the line goes before
 it, as the later one of two counts; an empty body is refused in any case."""
-_BAD_GATEWAY = 502
-_AGAIN = frozenset({429, _BAD_GATEWAY, 503})
+_FAULTS = frozenset({502, 504})
+_AGAIN = _FAULTS | {429, 503}
 """Statuses of answers after which a line is sent again: nothing is wrong with it."""
 _MOST_FAILURES = 3
-"""Answers 502 after which it may be the line's fault after all."""
+"""Answers with one of the faults after which it may be the line's own."""
 _NEVER_AGAIN = b'"code":"slo_unattainable"'
 _GIVEN_UP = {
     "expired": ("batch_expired", "the batch expired before this line was answered"),
@@ -426,7 +426,7 @@ class BatchRun:
                 break
             context.lines.labels("interrupted" if answer is None else "deferred").inc()
             if answer is not None:
-                failures += answer.status == _BAD_GATEWAY
+                failures += answer.status in _FAULTS
                 if failures >= _MOST_FAILURES:
                     break
                 after = _RETRY_AFTER.search(answer.headers)
