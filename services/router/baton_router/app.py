@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from baton.allocator import MemoryTrimmer
 from baton.background import create_task
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
@@ -296,6 +297,7 @@ class RouterApp:
         self.processor = self._pipeline.processor
         self._reload = CredentialReload(self._credentials.source, self._credentials.tls, self._credentials.https)
         self._preload = _TokenizerPreload(self._pipeline.tokenizers, self.registry)
+        self._trimmer = MemoryTrimmer()
         self._grpc: GrpcServer | None = None
         self._end_scrapes: Callable[[], None] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -324,6 +326,7 @@ class RouterApp:
         except ConfigError:
             sock.close()
             raise
+        self._trimmer.start()
         self.registry.start()
         self._preload.start()
         self._pipeline.tickets.start()
@@ -389,6 +392,7 @@ class RouterApp:
             ends.append(self._grpc.stop(self._config.drain_timeout_s + _CUT_OFF_S))
         await asyncio.gather(*ends)
         time_is_up.cancel()
+        await self._trimmer.close()
         await self._preload.close()
         await self._pipeline.tickets.close()
         await self._reload.close()

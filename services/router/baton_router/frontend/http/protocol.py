@@ -83,6 +83,15 @@ def unreadable(error: httptools.HttpParserError) -> HTTPException:
     return HTTPException(400, f"this is no HTTP request: {reason[:1].lower()}{reason[1:]}")
 
 
+def _find_refusal(error: httptools.HttpParserError) -> HTTPException:
+    """Return what a callback refused the request with, or else an error that says what the parser found.
+
+    The request keeps it. Its traceback, whose frames have the request and the bytes that were parsed, must go.
+    """
+    cause = error.__context__
+    return cause.with_traceback(None) if isinstance(cause, HTTPException) else unreadable(error)
+
+
 def too_long_target() -> HTTPException:
     """Return the error for a request line that is too long."""
     return HTTPException(414, f"path and query must be at most {MAX_TARGET_BYTES} bytes")
@@ -708,8 +717,7 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            cause = error.__context__
-            self._refuse(cause if isinstance(cause, HTTPException) else unreadable(error))
+            self._refuse(_find_refusal(error))
             return
         if self._in_head and self._head_timer is None:  # the rest of a head is still to come
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
