@@ -175,6 +175,18 @@ class Call:
             self._paused = False
             self.deliver()
 
+    def abandon(self, failure: CallEnded) -> None:
+        """Abort the call, whose reader failed: it gets ``failure``, and nothing else that has arrived."""
+        reader = self._reader
+        self.items.clear()
+        self.writer = None
+        self.close()
+        if reader is not None:
+            try:
+                reader.on_end(failure)
+            except Exception:
+                log.exception("a reader that failed could not end")
+
     def close(self) -> None:
         """Abort the call, unless it has ended. Nothing is delivered any more."""
         self._reader = None
@@ -375,6 +387,7 @@ class CallStream:
                 call.borrow_writer()
             except (Exception, asyncio.CancelledError):  # one reader's failure must not affect the others
                 log.exception("a reader of %s failed", self._name)
+                call.abandon(CallEnded(InternalError("something went wrong inside Baton"), grpc.StatusCode.INTERNAL))
 
     def _stream_failure(self, end: StreamEnded) -> CallEnded:
         """Return the failure of all calls. No request is at fault: errors of single calls arrive as their ends."""

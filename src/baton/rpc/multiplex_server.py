@@ -7,6 +7,7 @@ the event loop leaves as one message: an engine delivers the tokens of a step in
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -206,11 +207,14 @@ class _ServerCalls:
             self.outbox.end(call, code.value[0], text)
             return
         task = self._tasks[call] = asyncio.create_task(self._run(call, request))
-        task.add_done_callback(lambda _: self._forget_call(call))
+        task.add_done_callback(functools.partial(self._forget_call, call))
 
-    def _forget_call(self, call: int) -> None:
+    def _forget_call(self, call: int, task: asyncio.Task[None]) -> None:
         # Not part of the task: one that is cancelled before its first step runs no code.
         self._tasks.pop(call, None)
+        if not task.cancelled() and (error := task.exception()) is not None:  # no answer could be made of its error
+            log.error("a call failed", exc_info=error)
+            self.outbox.end(call, grpc.StatusCode.INTERNAL.value[0], "internal error")
         self._close_if_done()
 
     async def _run(self, call: int, request: worker_pb2.GenerateRequest) -> None:

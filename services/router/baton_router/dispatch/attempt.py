@@ -321,11 +321,13 @@ class Attempt:
         self.closed = True
         if self._grace is not None:
             self._grace.cancel()
-        if self._call is not None:
-            self.placement.decode.remove_call(self)
-            self._call.close()
-        self._run.on_closed(self)
-        self.placement.release()
+        try:
+            if self._call is not None:
+                self.placement.decode.remove_call(self)
+                self._call.close()
+            self._run.on_closed(self)
+        finally:
+            self.placement.release()
 
     def expire(self) -> None:
         """Fail: the request's deadline has passed."""
@@ -352,8 +354,8 @@ class Attempt:
             chunk = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
         except AttemptFailed as failure:  # ends this call alone: other calls share its stream
             self._end(failure)
-            return
-        self._deliver(chunk)
+        else:
+            self._deliver(chunk)
 
     def on_end(self, failure: CallEnded | None) -> None:
         self._end(None if failure is None else classify_end(failure))
@@ -388,7 +390,10 @@ class Attempt:
             self._run.check_end(self, failure)
         except Exception as refusal:
             error = refusal
-        self.close()
+        try:
+            self.close()
+        except Exception as fault:
+            error = fault
         if error is not None:
             self._run.finish(error)
         else:

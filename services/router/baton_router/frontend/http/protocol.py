@@ -130,6 +130,7 @@ _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
 )
+_FAILED_BODY = orjson.dumps(error_object(500, "something went wrong inside Baton", code="internal"))
 _REFUSED_S = 1.0
 """Seconds that a refused client has to read the error."""
 _WARNING_INTERVAL_S = 60.0
@@ -168,7 +169,7 @@ class Handler(Protocol):
         """Serve a request, now or later; must not raise. It frees the body with ``exchange.close_body()``."""
 
     def refuse(self, exchange: HttpExchange, error: Exception) -> None:
-        """Respond to a request with an error."""
+        """Respond to a request with an error; must not raise."""
 
 
 class HttpExchange:
@@ -399,6 +400,15 @@ class HttpExchange:
         self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
         self._end()
 
+    def fail(self) -> None:
+        """End an answer that nothing else can end: with 500, or by aborting the connection once the head is sent."""
+        if self.response_complete:
+            return
+        if self.status:
+            self.abort()
+        else:
+            self.respond(500, b"content-type: application/json\r\n", _FAILED_BODY)
+
     def abort(self) -> None:
         """Abort the connection of an answer that cannot be completed: its client does not read."""
         self.response_complete = True
@@ -434,11 +444,12 @@ class HttpExchange:
             self._timer = None
 
     def _begin(self, status: int, headers: bytes) -> bytes:
-        self.status = status
         if not self.keep_alive:
             headers += b"connection: close\r\n"
         default = b"".join([b"%b: %b\r\n" % header for header in self._connection.server_state.default_headers])
-        return b"%b%b%b%b\r\n" % (STATUS_LINE[status], default, self.common, headers)
+        head = b"%b%b%b%b\r\n" % (STATUS_LINE[status], default, self.common, headers)
+        self.status = status
+        return head
 
     def _write(self, data: bytes) -> None:
         if not self.disconnected:
