@@ -202,15 +202,17 @@ class EngineThread:
     def _fail_all(self, error: BaseException) -> None:
         """End all streams; after the loss of a rank, requests are retryable as if the whole instance had died."""
         lost = isinstance(error, ExecutorLostError)
-        for stream in list(self._streams.values()):
-            stream.fail(
-                UnavailableError(f"the instance ended: {error}", retry_after_s=1.0)
-                if lost
-                else InternalError(f"the engine failed: {type(error).__name__}: {error}")
-            )
-        self._end_calls()
-        if self._on_failure is not None:
-            self._on_failure()
+        try:
+            for stream in list(self._streams.values()):
+                stream.fail(
+                    UnavailableError(f"the instance ended: {error}", retry_after_s=1.0)
+                    if lost
+                    else InternalError(f"the engine failed: {type(error).__name__}: {error}")
+                )
+            self._end_calls()
+        finally:
+            if self._on_failure is not None:
+                self._on_failure()
 
     def _end_calls(self) -> None:
         """Fail the calls that the thread did not run before its end."""
