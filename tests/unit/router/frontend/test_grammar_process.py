@@ -66,10 +66,11 @@ def test_a_grammar_that_would_take_for_ever_or_end_the_process_is_refused(
 
 
 def test_the_process_gives_way_to_the_router(processes: GrammarProcesses) -> None:
-    before = psutil.Process().children()
     processes.make(StructuredOutputs(json={"type": "integer"}))
-    theirs = [each.nice() for each in before if "grammar_process" in " ".join(each.cmdline())]
-    assert theirs and min(theirs) > psutil.Process().nice()
+    this = psutil.Process()
+    theirs = [each.nice() for each in this.children() if "grammar_process" in " ".join(each.cmdline())]
+    assert theirs
+    assert min(theirs) > this.nice()
 
 
 def test_a_grammar_that_ends_its_process_costs_others_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
