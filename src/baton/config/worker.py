@@ -12,6 +12,16 @@ from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.types import MAX_SPECULATIVE_TOKENS, MAX_SPECULATIVE_WIDTH
 
+BUILT_IN_DRAFTERS = {
+    "draft": "baton.engine.speculation.chain:load_draft_model",
+    "eagle": "baton.engine.speculation.eagle:load_eagle",
+    "eagle3": "baton.engine.speculation.eagle:load_eagle",
+    "medusa": "baton.engine.speculation.medusa:load_medusa",
+    "mtp": "baton.engine.speculation.eagle:load_mtp",
+    "ngram": "baton.engine.speculation.lookup:NgramDrafter",
+    "suffix": "baton.engine.speculation.lookup:SuffixDrafter",
+}
+"""Methods of ``speculative``, by which the engine loads them: a new one is a file and a line here."""
 _CHAINS = {"none", "ngram", "draft"}
 """Methods of ``speculative`` that draft a single continuation, not a tree."""
 _SNAPSHOT = re.compile(r"(?:^|/)models--([^/]+)--([^/]+)/snapshots/[^/]+$")
