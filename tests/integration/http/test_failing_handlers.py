@@ -11,6 +11,7 @@ import pytest
 from tests.support.servers.http_front import CHAT, Served
 
 from baton.errors import InvalidRequestError
+from baton_router.frontend.http.protocol import HttpExchange
 from baton_router.processor.input_processor import InputProcessor
 
 
@@ -101,3 +102,19 @@ def test_of_an_endpoint_that_generates_nothing(
     body = json.dumps({"prompt": "x" * length})
     headers = {"content-type": "application/json"}
     assert_failed(api, api.http.post("/tokenize", content=body, headers=headers, timeout=60), caplog)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_in_the_writing_of_the_answer(
+    api: Served, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    respond = HttpExchange.respond
+    failures = iter([ZeroDivisionError("in the handler")])
+
+    def fail_once(exchange: HttpExchange, *answer: Any) -> None:
+        for failure in failures:
+            raise failure
+        respond(exchange, *answer)
+
+    monkeypatch.setattr(HttpExchange, "respond", fail_once)
+    assert_failed(api, api.post(path, {"prompt": "def"}, timeout=60), caplog)

@@ -412,8 +412,8 @@ class HttpExchange:
     def abort(self) -> None:
         """Abort the connection of an answer that cannot be completed: its client does not read."""
         self.response_complete = True
-        self._count()
         self._connection.transport.abort()
+        self._count()
 
     # --- inside ---
 

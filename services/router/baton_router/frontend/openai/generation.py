@@ -371,6 +371,8 @@ class PostEndpoints:
     def refuse(self, exchange: HttpExchange, error: BaseException) -> None:
         """Respond to a request with an error; with a plain 500 if there is no response for it."""
         try:
+            if exchange.status:
+                raise InternalError("an answer that has begun cannot become another") from error
             self._respond_error(exchange, error)
         except Exception as failure:
             hide(failure, exchange)
@@ -574,10 +576,14 @@ class Generation:
             self._fail(failure)
             return
         self._close()
-        if self._started:
-            self._exchange.finish(self._unsent + data)
-        else:
-            self._exchange.respond(200, head + _JSON_HEADER, data)
+        try:
+            if self._started:
+                self._exchange.finish(self._unsent + data)
+            else:
+                self._exchange.respond(200, head + _JSON_HEADER, data)
+        except Exception as failure:
+            hide(failure, self._exchange)
+            self._exchange.fail()
 
     def _head(self) -> bytes:
         """Return the header lines of an answer, without those of its body."""
