@@ -93,7 +93,7 @@ STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 def _attention() -> Iterator[Launch]:
     for shape, spec in SHAPES.items():
         for name, dtype in DTYPES.items():
-            brief = name == "bf16" and shape in ("llama", "deepseek")
+            brief = name == "bf16" and shape == "llama"
             yield Launch(f"attention {shape} {name}", partial(attend, spec, dtype, dtype), brief)
         if shape in EIGHT_BITS:
             for stored, kind in STORAGES.items():
