@@ -341,6 +341,9 @@ class WorkerConfig(ServiceConfig):
     unclaimed_share: float = option(
         0.5, "prefill: part of the KV blocks that prompts may hold that no decode instance has claimed (prefill_first)"
     )
+    step_timeout_s: float = option(
+        300.0, "seconds after which an engine step that has not ended is given up, and the process ends; 0: never"
+    )
     load_interval_ms: int = option(100, "shortest time between two load reports")
     kv_events: bool = option(True, "tell routers what the prefix cache holds; else they go by their own decisions")
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
@@ -349,6 +352,7 @@ class WorkerConfig(ServiceConfig):
         require_ports(self, "port", "kv_port", "metrics_port")
         times = "prefill_stall_s", "prefill_wait_s", "lease_s", "load_interval_ms"
         require(self, (*times, "max_leases", "kv_streams", "fetch_threads"), lambda x: x > 0, "be positive")
+        require(self, ["step_timeout_s"], lambda x: 0.0 <= x < math.inf, "not be negative")
         require(self, ["unclaimed_share"], lambda x: 0.0 < x <= 1.0, "be above 0 and at most 1")
         check_pipes(self.pipes)
         for name, addresses in (
