@@ -33,7 +33,7 @@ class MemoryTrimmer:
 
     A burst of long requests leaves holes all over the allocator's heap, which it would keep for ever. Walking over the
     heap costs up to a third of a second per GiB, in which other threads' allocations wait. So the pauses double while
-    nothing is gained, from 5 s up to 320 s, and begin again at 5 s when memory has grown: it is returned within the time for
+    nothing is gained, from 5 s up to 320 s, and are 5 s again when memory has grown: it is returned within the time for
     which it was used.
 
     Args:

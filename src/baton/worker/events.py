@@ -97,13 +97,13 @@ class KvEventLog:
             self._num_gathered = 0
             for part in _parts(events):
                 self.sequence += 1
-                self._keep(self._batch(self.sequence, part), count_blocks(part))
+                self._append_batch(self._batch(self.sequence, part), count_blocks(part))
             self._flushed_at = time.monotonic()
             self._changed.set()
             self._changed = asyncio.Event()
         return self.sequence
 
-    def _keep(self, batch: events_pb2.KvEventBatch, num_blocks: int) -> None:
+    def _append_batch(self, batch: events_pb2.KvEventBatch, num_blocks: int) -> None:
         """Add a batch to the ring, and drop the oldest that are too many."""
         self._ring.append(batch)
         self._sizes.append(num_blocks)

@@ -496,7 +496,7 @@ def main(role: Role, argv: Sequence[str] | None = None) -> int:
         await instance.start()
         await stop.wait()
         if instance.context.engine.hangs:
-            # The device's library may also hang in what closes it. Whoever supervises the process must see its end.
+            # The device's library may also hang in what closes it. Its supervisor must see the process end.
             end = threading.Timer(_HANGING_STOP_S, os._exit, (1,))
             end.daemon = True
             end.start()
