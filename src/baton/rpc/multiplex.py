@@ -26,6 +26,8 @@ from baton.rpc.http2.message_stream import CLOSED, Connector, MessageStream, Str
 
 log = logging.getLogger(__name__)
 
+ANY_TOKEN = 2**32
+"""More than any token id on the wire."""
 _MAX_BATCH_BYTES = 4 * 2**20
 """Prompt bytes after which a message takes no further starts; one message must stay below gRPC's limit."""
 
@@ -211,6 +213,7 @@ class CallStream:
         schedule_delivery: Has :meth:`deliver` called later in this turn of the event loop; called with this stream when
             the first item of a turn arrives.
         schedule_end: Has :meth:`Call.deliver_end` called later in this turn; called with a call that succeeded.
+        vocab_size: Number of tokens in the instance's vocabulary; a message with others cannot be read.
 
     Attributes:
         broken: Whether the stream has ended.
@@ -225,8 +228,11 @@ class CallStream:
         name: str,
         schedule_delivery: Callable[[CallStream], None],
         schedule_end: Callable[[Call], None],
+        *,
+        vocab_size: int = ANY_TOKEN,
     ) -> None:
         self._name = name
+        self._vocab_size = vocab_size
         self._schedule_delivery = schedule_delivery
         self.schedule_end = schedule_end
         self.broken = False
@@ -355,6 +361,8 @@ class CallStream:
         # Iterating over lists is faster than over repeated fields.
         keys = message.token_calls[:]
         token_ids = message.token_ids[:]
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise ValueError(f"token {max(token_ids)} is not in the vocabulary")
         calls = self._calls
         now = time.perf_counter()
         ready: dict[int, Call] = {}
