@@ -66,6 +66,7 @@ test: native $(STAMP) ## the tests (15 minutes on two cores), on WORKERS=2 proce
 test-all: native-runnable $(STAMP) $(SCAN)/.installed ## all tests: also kills and faults at random moments, emulators, sanitizers, every model
 	@scripts/install_browser.sh
 	@scripts/install_redis.sh
+	@scripts/install_promtool.sh $(BIN)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) --durations=30 $(PYTEST_FLAGS)
 
 helm-test: native $(STAMP) $(SCAN)/.installed ## the chart: linted, rendered, validated, scanned, run as local processes (part of make test-all)

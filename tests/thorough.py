@@ -7,7 +7,9 @@ best, and what repeats one check for a hundred models, runs in ``make test-all``
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 
 import pytest
 
@@ -35,6 +37,7 @@ PATHS = {
     "tests/e2e/test_sdk.py::test_a_stream_goes_on_when_its_router_and_then_its_instance_is_killed": RANDOM,
     "tests/contract/test_store_cluster.py::test_a_node_killed_in_mid_load_costs_blocks_and_never_wrong_ones": RANDOM,
     "tests/contract/test_store_cluster.py::test_a_node_that_hangs_in_mid_load_costs_bounded_time": WAITS,
+    "tests/contract/test_stalled_reads.py::test_a_slow_read_over_which_something_comes_goes_on": WAITS,
     "tests/e2e/test_up.py::test_a_second_ctrl_c_kills": WAITS,
     "tests/e2e/test_up.py::test_a_role_that_the_router_refuses_ends_the_start_with_the_reason": WAITS,
     "tests/e2e/test_up.py::test_a_process_that_cannot_start_ends_the_whole_with_its_error": WAITS,
@@ -72,6 +75,8 @@ PATHS = {
     "tests/unit/engine/grammar/test_masked_draws.py": MANY,
     "tests/integration/bench": SMOKE,
     "tests/e2e/test_up_file.py": MANY,
+    "tests/e2e/test_gguf.py": MANY,
+    "tests/helm/test_document.py::test_its_commands_bring_up_2p3d_which_answers_as_generate": MANY,
     "tests/e2e/test_tools_model.py": MANY,
     "tests/e2e/test_thinking_budget.py": MANY,
 }
@@ -83,8 +88,8 @@ _EQUALITY = "tests/integration/handover/equality"
 _PREEMPTED = "test_equality_when_the_decode_pool_is_so_small_that_sequences_are_preempted"
 EXAMPLES = {
     "tests/integration/test_architectures.py::test_equal_in_every_way_or_refused_with_the_reason": (
-        *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "gpt2"),
-        *("deepseek_v3", "phi3", "falcon", "cohere2", "olmo2", "llama4_text", "mamba", "deepseek_v32"),
+        *("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "gpt2", "deepseek_v3", "phi3", "cohere2", "olmo2"),
+        *("llama4_text", "mamba", "deepseek_v32"),
     ),
     f"{_ENGINE}/test_equality_engine.py::test_equality_of_32_concurrent_requests": ("*-cpp", "llama-*", "gpt_oss-*"),
     f"{_ENGINE}/test_equality_engine.py::test_equality_with_a_pool_so_small_that_preemption_happens": (
@@ -111,6 +116,17 @@ EXAMPLES = {
     ),
     f"{_ENGINE}/test_step_plans.py::test_hidden_states_are_what_the_head_takes": ("*-1",),
     f"{_ENGINE}/quantization/test_gguf.py::test_divided": ("shape0",),
+    f"{_ENGINE}/quantization/test_gguf.py::test_tokens_are_those_of_the_dequantized_model": (
+        *("llama-Q8_0", "qwen2-Q4_0", "gemma3-Q5_0"),
+    ),
+    f"{_ENGINE}/quantization/test_quantized_checkpoints.py::test_logits_are_those_of_the_dequantized_model": (
+        *("awq", "bnb-int8", "bnb-nf4-nested", "ct-fp8-block", "ct-mxfp4", "ct-nvfp4", "ct-w4a16-ordered", "ct-w8a8"),
+        *("ct-w8a16-packed", "fp8-block", "fp8-static", "gptq-v1-ordered", "gptq-v2", "torchao-fp8"),
+        "torchao-int8-dynamic",
+    ),
+    f"{_ENGINE}/quantization/test_quantized_checkpoints.py::test_other_architectures_and_experts": (
+        *("mixtral-bnb-nf4", "qwen3_moe-gptq-v2", "deepseek_v3-*", "gpt_oss-*", "gemma3-*"),
+    ),
     f"{_ENGINE}/quantization/test_quantized_checkpoints.py::test_inputs_are_rounded_as_the_checkpoint_says": (
         "ct-w8a8",
         "fp8-block",
@@ -140,6 +156,21 @@ EXAMPLES = {
     ),
     f"{_SPECULATION}/test_speculation_equality.py::test_answers_are_those_without_speculation_on_two_ranks": ("*pp*",),
     f"{_SPECULATION}/test_tree_speculation.py::test_answers_are_those_without_speculation": ("*{}", "*_*"),
+    "tests/contract/test_device_arenas.py::test_blocks_bigger_than_a_staging_area_come_in_parts": (
+        *("memory-from-device-dtypes0-64", "memory-both-dtypes1-*", "shm-to-device-dtypes0-64"),
+        *("tcp-from-device-dtypes2-1024", "tcp-to-device-dtypes0-1024", "tcp-both-dtypes2-64"),
+        *("tls-both-dtypes1-1024", "cuda_ipc-both-dtypes2-*"),
+    ),
+    "tests/unit/engine/grammar/test_grammar_sampling.py::test_sampling_is_free_sampling_rescaled_to_what_is_allowed": (
+        *("operators-*1,3*", "torch-(ab*", "late-x*"),
+    ),
+    "tests/unit/engine/speculation/test_speculation_rejection.py::test_answers_are_distributed_as_without_drafts": (
+        *("random", "look-up"),
+    ),
+    "tests/unit/router/placement/test_router_policy.py::test_the_default_keeps_hits_and_balance": ("0",),
+    "tests/unit/tokenizer/test_fast_encoder.py::test_every_character_has_the_librarys_ids": (
+        *("demo", "o200k", "unusual", "added", "sentencepiece"),
+    ),
     f"{_EQUALITY}/test_equality_handover.py::test_equality_through_every_pipe": ("llama-*",),
     f"{_EQUALITY}/test_equality_handover.py::{_PREEMPTED}": ("llama",),
     f"{_EQUALITY}/test_equality_handover.py::test_equality_between_block_sizes": ("*gemma3*",),
@@ -153,14 +184,29 @@ EXAMPLES = {
 
 def is_thorough(item: pytest.Item) -> bool:
     """Whether a test is left to ``make test-all``."""
-    if any(item.nodeid == each or item.nodeid.startswith((f"{each}/", f"{each}::", f"{each}[")) for each in PATHS):
+    nodeid = item.nodeid
+    test, _, example = nodeid.removesuffix("]").partition("[")
+    if not PATHS.keys().isdisjoint(_paths_to(test)):
         return True
-    test, _, example = item.nodeid.removesuffix("]").partition("[")
     if test in EXAMPLES:
         return not any(fnmatchcase(example, pattern) for pattern in EXAMPLES[test])
-    parameters = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
-    others = {each.name for each in runnable_variants()[1:]}
-    return any((each.name if isinstance(each, Variant) else each) in others for each in parameters if _is_name(each))
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(
+        (each.name if isinstance(each, Variant) else each) in _other_variants() for each in parameters if _is_name(each)
+    )
+
+
+def _paths_to(test: str) -> Iterator[str]:
+    """Return a test's name, and those of its classes, file and folders."""
+    path, *names = test.split("::")
+    yield from ("::".join([path, *names[:depth]]) for depth in range(len(names) + 1))
+    while path := path.rpartition("/")[0]:
+        yield path
+
+
+@cache
+def _other_variants() -> set[str]:
+    return {each.name for each in runnable_variants()[1:]}
 
 
 def _is_name(value: object) -> bool:

@@ -139,11 +139,15 @@ def create_task(
         work: The coroutine to run.
         name: Name for metrics and logs, one of few.
         detail: Distinguishes tasks of the same name in logs.
-        on_failure: Called with the exception that ended the task.
+        on_failure: Called with the exception that ended the task, which is a :class:`asyncio.CancelledError` if a
+            library raised one while the task was not cancelled.
     """
 
     def end(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() and task.cancelling():
+            return
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
             FAILURES.record(name, "ended", error, detail)
             if on_failure is not None:
                 on_failure(error)

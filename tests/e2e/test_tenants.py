@@ -13,14 +13,13 @@ from typing import Any
 
 import grpc
 import httpx
-import psutil
 import pytest
 from tests.support.equality import hf_greedy
 from tests.support.servers.certificates import Authority, Certificate
 from tests.support.servers.up import Running, running_up
 
 import baton
-from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc
+from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.cli.main import main
 from baton.errors import UnauthenticatedError
 from baton.rpc.channel import open_channel
@@ -121,22 +120,25 @@ def world(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         yield World(running, certificate, str(token), tls)
 
 
-def restart_engines(world: World) -> None:
-    """Kill the instances, which are started again: what is cached then is in the store alone."""
-    children = psutil.Process(world.running.process.pid).children(recursive=True)
-    killed = [x for x in children if any(name in " ".join(x.cmdline()) for name in ("baton_prefill", "baton_decode"))]
-    assert len(killed) == 2
-    seen = len(world.running.lines)
-    for process in killed:
-        process.kill()
-    until(lambda: sum("listening on" in line for line in world.running.lines[seen:]) == 2)
+def forget_prefixes(world: World) -> None:
+    """Have the instances drop what they keep: what is cached then is in the store alone."""
+    with baton.Client(world.running.grpc, token_file=world.token_file, tls=world.tls) as client:
+        addresses = [each.address for each in client.list_instances()]
+    assert len(addresses) == 2
 
-    def ready() -> bool:
+    async def reset(address: str) -> None:
+        async with open_channel(address, token=Token(TOKEN), tls=world.tls) as channel:
+            stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+            await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=240)
+
+    def forgotten() -> bool:
+        for address in addresses:
+            asyncio.run(reset(address))
         with world.http(ADMIN) as client:
             rows = client.get("/debug/index").json()["instances"]
-        return len(rows) == 2 and all(row["status"] == "ready" and row["state"] == "exact" for row in rows)
+        return len(rows) == 2 and all(row["blocks"] == 0 and row["state"] == "exact" for row in rows)
 
-    until(ready)
+    until(forgotten)  # what a request still uses is dropped later
 
 
 def test_nothing_of_one_tenant_is_of_use_to_another(world: World, model: str, texts: list[str]) -> None:
@@ -163,7 +165,7 @@ def test_nothing_of_one_tenant_is_of_use_to_another(world: World, model: str, te
     _, answer = world.complete(A, other)
     blocks = answer.json()["usage"]["prompt_tokens"] // 16
     until(lambda: world.stored("a") >= before + blocks)  # it is saved behind the answer
-    restart_engines(world)  # the store
+    forget_prefixes(world)  # the store
     cached, answer = world.complete(B, other)
     assert (cached, "store" in answer.headers["x-baton-path"]) == (0, False)
     cached, answer = world.complete(A, other)

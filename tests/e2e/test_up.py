@@ -18,21 +18,12 @@ import openai
 import psutil
 import pytest
 from tests.support.equality import hf_greedy
-from tests.support.servers.up import Running, running_up, start
+from tests.support.servers.up import start
 
 import baton
 from baton.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def up(model) -> Iterator[Running]:
-    with running_up(
-        "--ratio", "1P1D", "--dtype", "float32", "--model", model, "--decode-args", "--log-level debug",
-        "--router-args", "--remote-prefill-threshold 64",  # else decode may compute what prefill has no time for
-    ) as running:  # fmt: skip
-        yield running
 
 
 @pytest.fixture(scope="module")

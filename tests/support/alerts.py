@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 RULES = Path(__file__).parents[2] / "helm/baton/files/alerts.yaml"
 SELECTOR = 'namespace="serving"'
+PROMTOOL = shutil.which("promtool", path=os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)]))
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="no promtool on this machine (scripts/install_promtool.sh .venv/bin)"
+)
 MINUTES = 16
 """Longer than any alert waits."""
 
 Scrape = Callable[[], Awaitable[str]]
+
+
+def run_promtool(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run it, in tests that are marked with ``needs_promtool``."""
+    assert PROMTOOL is not None
+    return subprocess.run([PROMTOOL, *args], capture_output=True, text=True, check=False)
+
+
+def write_rules(path: Path) -> list[dict[str, Any]]:
+    """Write the chart's alerts as a file that Prometheus reads, and return them."""
+    rules: list[dict[str, Any]] = yaml.safe_load(RULES.read_text().replace("SELECTOR", SELECTOR))
+    path.write_text(yaml.safe_dump({"groups": [{"name": "baton", "rules": rules}]}))
+    return rules
 
 
 def scrape_of(registry: CollectorRegistry) -> Scrape:
@@ -56,8 +78,7 @@ class Recording:
 
     def fired(self, directory: Path, until: int | None = None) -> set[str]:
         """Return the alerts that fired up to a minute, the last by default."""
-        rules = yaml.safe_load(RULES.read_text().replace("SELECTOR", SELECTOR))
-        (directory / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "baton", "rules": rules}]}))
+        rules = write_rules(directory / "rules.yaml")
         at = self.minutes - 1 if until is None else until
         asked = set(re.findall(r"baton_\w+", RULES.read_text()))
         series = [
@@ -74,8 +95,7 @@ class Recording:
         (directory / "test.yaml").write_text(
             yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]})
         )
-        command = ["promtool", "test", "rules", str(directory / "test.yaml")]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = run_promtool("test", "rules", str(directory / "test.yaml"))
         output = result.stdout + result.stderr
         found = set(re.findall(r'alertname=\\?"(\w+)', output))
         assert (result.returncode == 0) == (not found), output

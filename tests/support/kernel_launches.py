@@ -93,7 +93,7 @@ STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 def _attention() -> Iterator[Launch]:
     for shape, spec in SHAPES.items():
         for name, dtype in DTYPES.items():
-            brief = name == "bf16" and shape in ("llama", "deepseek")
+            brief = name == "bf16" and shape == "llama"
             yield Launch(f"attention {shape} {name}", partial(attend, spec, dtype, dtype), brief)
         if shape in EIGHT_BITS:
             for stored, kind in STORAGES.items():
@@ -257,6 +257,8 @@ def _experts() -> Iterator[Launch]:
                 call = partial(mix_quantized, form, tokens, dtype)
                 brief = name == "bf16" and tokens == 8 and form == "mxfp4-32"
                 yield Launch(f"experts {form} {name} {tokens}", call, brief)
+    for tokens in (8, 400):
+        yield Launch(f"experts int4-96 bf16 {tokens}", partial(mix_quantized, "int4-96", tokens, BF16, hidden=960))
     call = partial(mix_quantized, "int8-0", 400, BF16, INT8_PER_TOKEN)
     yield Launch("experts int8-0 inputs int8 400", call)
 
@@ -277,12 +279,15 @@ def mix(interleaved: bool, activation: Activation, tokens: int, dtype: torch.dty
     TritonExperts(weights, activation)(torch.zeros(tokens, HIDDEN, dtype=dtype), *_choices(tokens))
 
 
-def mix_quantized(form: str, tokens: int, dtype: torch.dtype, scheme: ActivationScheme = EXACT) -> None:
+def mix_quantized(
+    form: str, tokens: int, dtype: torch.dtype, scheme: ActivationScheme = EXACT, *, hidden: int = HIDDEN
+) -> None:
     """Run a mixture of quantized experts."""
-    gate_up = [quantized_weight(form, 2 * INNER, HIDDEN)] * EXPERTS
-    down = [quantized_weight(form, HIDDEN, INNER)] * EXPERTS
+    inner = INNER * hidden // HIDDEN
+    gate_up = [quantized_weight(form, 2 * inner, hidden)] * EXPERTS
+    down = [quantized_weight(form, hidden, inner)] * EXPERTS
     experts = TritonQuantizedExperts(QuantizedExpertWeights(gate_up, down), SILU, (scheme, scheme))
-    experts(torch.zeros(tokens, HIDDEN, dtype=dtype), *_choices(tokens))
+    experts(torch.zeros(tokens, hidden, dtype=dtype), *_choices(tokens))
 
 
 # The others

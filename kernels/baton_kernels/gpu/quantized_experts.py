@@ -181,6 +181,7 @@ def _constants(
     weights: DeviceWeights, scales: torch.Tensor | None, bias: torch.Tensor | None, chosen: Tuning
 ) -> dict[str, int | bool]:
     """Return the constants of both kernels."""
+    chosen = weights.fitted(chosen)
     tiles = {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "num_warps": chosen.warps, "num_stages": chosen.stages}
     flags = {"X_SCALES": scales is not None, "BIAS": bias is not None}
     return {**weights.constants(chosen.tile_k), **tiles, **flags}

@@ -165,7 +165,7 @@ class TritonQuantizedLinear(_TritonLinear):
         weights = self._weights
         x, scales = rounded_inputs(x if x.stride(1) == 1 else x.contiguous(), self._activations)
         shape = {"tokens": len(x), "rows": self.out_features, "columns": self.in_features, "bytes": x.element_size()}
-        chosen = tuning_for("quantized_linear", x.device, shape, form=weights.form.name.lower())
+        chosen = weights.fitted(tuning_for("quantized_linear", x.device, shape, form=weights.form.name.lower()))
         if not chosen.tile_m:
             self._unpack(chosen, x, scales, residual, out)
             return out

@@ -7,6 +7,7 @@ between; a zero z is then subtracted as ``scale * z * sum(x)``.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from baton_kernels.gpu import PRECISION, converts_fp8
+from baton_kernels.gpu.tuning import Tuning
 from baton_kernels.quantization import (
     ActivationScheme,
     ActivationType,
@@ -96,6 +98,14 @@ class DeviceWeights:
             return Scales.TILE, tile_k
         power = self.group & (self.group - 1) == 0 and self.group > 1
         return (Scales.SPREAD if power and tile_k % self.group == 0 else Scales.ANY), tile_k
+
+    def fitted(self, chosen: Tuning) -> Tuning:
+        """Return a configuration; where scales are looked up, no more loads in flight than shared memory has room for.
+
+        Scales and zeros of such a tile are as many as its values, in float32.
+        """
+        looked_up = self.scales_of(chosen.tile_k)[0] is Scales.ANY
+        return dataclasses.replace(chosen, stages=min(chosen.stages, 2)) if looked_up else chosen
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
         """Return the kernels' arguments for a weight: five tensors, and :meth:`sizes`."""

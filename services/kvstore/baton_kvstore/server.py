@@ -14,7 +14,7 @@ from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
 from baton.rpc.auth import require_clear_pipes
 from baton.rpc.redis import RedisPresence, store_news_key, store_node_key
-from baton.rpc.server import GrpcServer
+from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
@@ -100,6 +100,7 @@ class KVStoreServer:
             ConfigError: A port cannot be opened.
         """
         config = self._config
+        require_free_port(config.host, config.kv_port, field="kv_port")  # listened on only when the first blocks come
         self.tiers.start()
         self.events.start(self.tiers)
         self.metrics.start()

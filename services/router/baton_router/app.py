@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from baton.allocator import MemoryTrimmer
 from baton.background import create_task
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
@@ -340,6 +341,7 @@ class RouterApp:
         self.processor = self._pipeline.processor
         self._reload = CredentialReload(self._credentials.source, self._credentials.tls, self._credentials.https)
         self._preload = _TokenizerPreload(self._pipeline.tokenizers, self.registry)
+        self._trimmer = MemoryTrimmer()
         self._grpc: GrpcServer | None = None
         self._end_scrapes: Callable[[], None] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -368,6 +370,7 @@ class RouterApp:
         except ConfigError:
             sock.close()
             raise
+        self._trimmer.start()
         self.registry.start()
         self._preload.start()
         self._pipeline.tickets.start()
@@ -439,6 +442,7 @@ class RouterApp:
         time_is_up.cancel()
         if self._web.batch_store is not None:
             await self._web.batch_store.close()
+        await self._trimmer.close()
         await self._preload.close()
         await self._pipeline.tickets.close()
         await self._reload.close()

@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _ended_by_interrupt():  # imports take seconds, and turn an interrupt into an error of their own
         parser = _build_parser()
         from baton.errors import BatonError, ConfigError, UnavailableError
+    name = "baton"
     try:
         args = parser.parse_args(argv)
         name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])

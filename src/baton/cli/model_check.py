@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from baton.config import EngineConfig
+from baton.config.worker import BUILT_IN_DRAFTERS
 from baton.errors import ConfigError
 from baton.kv_cache.shards import head_range, layer_range
 from baton.plugins import installed_plugins
@@ -14,7 +15,6 @@ from baton.tokenizer.model_files import read_json
 from baton.tokenizer.weight_files import weight_files
 
 _DEVICE = re.compile(r"cpu|interpret|cuda(:\d+)?(,cuda:\d+)*")
-_METHODS = ("none", "ngram", "suffix", "draft", "eagle", "eagle3", "medusa", "mtp")
 
 
 def check_engine(config: EngineConfig) -> None:
@@ -29,7 +29,7 @@ def check_engine(config: EngineConfig) -> None:
         raise ConfigError(f"device {config.device!r}: only cpu, cuda and interpret are supported", field="device")
     if config.device.startswith("cuda") and not torch_has_gpus():
         raise ConfigError(f"device {config.device!r}: the installed torch is built for CPUs", field="device")
-    methods = (*_METHODS, *sorted(installed_plugins("baton.drafters")))
+    methods = ("none", *BUILT_IN_DRAFTERS, *sorted(installed_plugins("baton.drafters")))
     if config.speculative not in methods:
         known = ", ".join(methods)
         message = f"speculative {config.speculative!r} is not known (there are: {known})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -12,9 +13,12 @@ from typing import Any
 
 import yaml
 
+from baton.config.secrets import open_ready
 from baton.errors import ConfigError, shown
 
 _MAX_BYTES = 1 << 20
+_MAX_VALUES = 100_000
+"""Values of a file, those that its aliases repeat included."""
 _KINDS = {"object": "a mapping", "array": "a list", "string": "text", "integer": "a whole number",
           "number": "a number", "boolean": "true or false"}  # fmt: skip
 
@@ -64,22 +68,25 @@ def read_document(path: Path) -> Node:
         ConfigError: The file cannot be read or parsed, or has a name twice; says path and line.
     """
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        with open_ready(path) as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
             raise ConfigError(f"{path} is too large for a configuration", field="config")
-        text = path.read_text(encoding="utf-8")
+        text = data.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="config") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: no UTF-8 text", field="config") from error
-    loader = _Loader(text)
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)
         top = loader.get_single_node()
         if top is None:
             return Node({}, 1)
         if not isinstance(top, yaml.MappingNode):
             raise ConfigError(f"{path}:{top.start_mark.line + 1}: must be a mapping of names to values", field="config")
-        return _node(loader, top, str(path), top.start_mark.line + 1, ())
+        return _node(loader, top, str(path), top.start_mark.line + 1, (), itertools.count(1))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 1 if mark is None else mark.line + 1
@@ -87,10 +94,15 @@ def read_document(path: Path) -> Node:
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}:1: no YAML: {' '.join(str(error).split())}", field="config") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
-def _node(loader: _Loader, node: yaml.Node, path: str, line: int, above: tuple[int, ...]) -> Node:
+def _node(
+    loader: _Loader, node: yaml.Node, path: str, line: int, above: tuple[int, ...], numbers: Iterator[int]
+) -> Node:
+    if next(numbers) > _MAX_VALUES:
+        raise ConfigError(f"{path}:{line}: more than {_MAX_VALUES} values, with its aliases", field="config")
     if id(node) in above:
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: refers to itself", field="config")
     above = (*above, id(node))
@@ -105,10 +117,10 @@ def _node(loader: _Loader, node: yaml.Node, path: str, line: int, above: tuple[i
                 raise ConfigError(
                     f"{path}:{at}: {name} is given twice, first in line {children[name].line}", field="config"
                 )
-            children[name] = _node(loader, child, path, at, above)
+            children[name] = _node(loader, child, path, at, above, numbers)
         return Node(children, line)
     if isinstance(node, yaml.SequenceNode):
-        items = [_node(loader, child, path, child.start_mark.line + 1, above) for child in node.value]
+        items = [_node(loader, child, path, child.start_mark.line + 1, above, numbers) for child in node.value]
         return Node(items, line)
     try:
         return Node(loader.construct_object(node), line)

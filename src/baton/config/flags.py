@@ -234,9 +234,12 @@ def _read_secret(item: dataclasses.Field[Any], value: Any) -> Any:
         return value
     flag = f"--{item.name.replace('_', '-')}"
     try:
-        return read_secret_file(value[1:], f"the file of {flag}", item.name).decode().strip()
+        content = read_secret_file(value[1:], f"the file of {flag}", item.name).decode().strip()
     except UnicodeDecodeError as error:
         raise ConfigError(f"the file of {flag} is no text", field=item.name) from error
+    if not content:
+        raise ConfigError(f"the file of {flag} {value[1:]} is empty", field=item.name)
+    return content
 
 
 def options_by_name(names: Sequence[str], options: Sequence[str], *, field: str) -> dict[str, dict[str, str]]:

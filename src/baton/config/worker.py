@@ -12,6 +12,16 @@ from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.types import MAX_SPECULATIVE_TOKENS, MAX_SPECULATIVE_WIDTH
 
+BUILT_IN_DRAFTERS = {
+    "draft": "baton.engine.speculation.chain:load_draft_model",
+    "eagle": "baton.engine.speculation.eagle:load_eagle",
+    "eagle3": "baton.engine.speculation.eagle:load_eagle",
+    "medusa": "baton.engine.speculation.medusa:load_medusa",
+    "mtp": "baton.engine.speculation.eagle:load_mtp",
+    "ngram": "baton.engine.speculation.lookup:NgramDrafter",
+    "suffix": "baton.engine.speculation.lookup:SuffixDrafter",
+}
+"""Methods of ``speculative``, by which the engine loads them: a new one is a file and a line here."""
 _CHAINS = {"none", "ngram", "draft"}
 """Methods of ``speculative`` that draft a single continuation, not a tree."""
 _SNAPSHOT = re.compile(r"(?:^|/)models--([^/]+)--([^/]+)/snapshots/[^/]+$")
@@ -331,6 +341,9 @@ class WorkerConfig(ServiceConfig):
     unclaimed_share: float = option(
         0.5, "prefill: part of the KV blocks that prompts may hold that no decode instance has claimed (prefill_first)"
     )
+    step_timeout_s: float = option(
+        300.0, "seconds after which an engine step that has not ended is given up, and the process ends; 0: never"
+    )
     load_interval_ms: int = option(100, "shortest time between two load reports")
     kv_events: bool = option(True, "tell routers what the prefix cache holds; else they go by their own decisions")
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
@@ -339,6 +352,7 @@ class WorkerConfig(ServiceConfig):
         require_ports(self, "port", "kv_port", "metrics_port")
         times = "prefill_stall_s", "prefill_wait_s", "lease_s", "load_interval_ms"
         require(self, (*times, "max_leases", "kv_streams", "fetch_threads"), lambda x: x > 0, "be positive")
+        require(self, ["step_timeout_s"], lambda x: 0.0 <= x < math.inf, "not be negative")
         require(self, ["unclaimed_share"], lambda x: 0.0 < x <= 1.0, "be above 0 and at most 1")
         check_pipes(self.pipes)
         for name, addresses in (

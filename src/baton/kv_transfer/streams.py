@@ -551,7 +551,7 @@ def split_address(address: str) -> tuple[str, int]:
         PipeClosedError: It is not such an address.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise PipeClosedError(f"{address!r} is not host:port")
     return host.strip("[]"), int(port)
 
@@ -631,6 +631,8 @@ def connect_tcp(address: str, wait: Wait) -> Stream:
             reason = os.strerror(code)
     except OSError as error:
         reason = str(error.strerror or error)
+    except ValueError as error:  # a name that none can have: empty or too long between two dots, or with a NUL
+        reason = str(error)
     raise PipeClosedError(f"cannot connect to {address}: {reason}")
 
 

@@ -26,6 +26,8 @@ from baton.rpc.http2.message_stream import CLOSED, Connector, MessageStream, Str
 
 log = logging.getLogger(__name__)
 
+ANY_TOKEN = 2**32
+"""More than any token id on the wire."""
 _MAX_BATCH_BYTES = 4 * 2**20
 """Prompt bytes after which a message takes no further starts; one message must stay below gRPC's limit."""
 
@@ -175,6 +177,18 @@ class Call:
             self._paused = False
             self.deliver()
 
+    def abandon(self, failure: CallEnded) -> None:
+        """Abort the call, whose reader failed: it gets ``failure``, and nothing else that has arrived."""
+        reader = self._reader
+        self.items.clear()
+        self.writer = None
+        self.close()
+        if reader is not None:
+            try:
+                reader.on_end(failure)
+            except Exception:
+                log.exception("a reader that failed could not end")
+
     def close(self) -> None:
         """Abort the call, unless it has ended. Nothing is delivered any more."""
         self._reader = None
@@ -199,6 +213,7 @@ class CallStream:
         schedule_delivery: Has :meth:`deliver` called later in this turn of the event loop; called with this stream when
             the first item of a turn arrives.
         schedule_end: Has :meth:`Call.deliver_end` called later in this turn; called with a call that succeeded.
+        vocab_size: Number of tokens in the instance's vocabulary; a message with others cannot be read.
 
     Attributes:
         broken: Whether the stream has ended.
@@ -213,8 +228,11 @@ class CallStream:
         name: str,
         schedule_delivery: Callable[[CallStream], None],
         schedule_end: Callable[[Call], None],
+        *,
+        vocab_size: int = ANY_TOKEN,
     ) -> None:
         self._name = name
+        self._vocab_size = vocab_size
         self._schedule_delivery = schedule_delivery
         self.schedule_end = schedule_end
         self.broken = False
@@ -343,6 +361,8 @@ class CallStream:
         # Iterating over lists is faster than over repeated fields.
         keys = message.token_calls[:]
         token_ids = message.token_ids[:]
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise ValueError(f"token {max(token_ids)} is not in the vocabulary")
         calls = self._calls
         now = time.perf_counter()
         ready: dict[int, Call] = {}
@@ -375,6 +395,7 @@ class CallStream:
                 call.borrow_writer()
             except (Exception, asyncio.CancelledError):  # one reader's failure must not affect the others
                 log.exception("a reader of %s failed", self._name)
+                call.abandon(CallEnded(InternalError("something went wrong inside Baton"), grpc.StatusCode.INTERNAL))
 
     def _stream_failure(self, end: StreamEnded) -> CallEnded:
         """Return the failure of all calls. No request is at fault: errors of single calls arrive as their ends."""

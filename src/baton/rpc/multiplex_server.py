@@ -7,6 +7,7 @@ the event loop leaves as one message: an engine delivers the tokens of a step in
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 Generate = Callable[[worker_pb2.GenerateRequest, Any], AsyncIterator[worker_pb2.GenerateResponse]]
 
 MAX_CALLS = 65536
-"""Most concurrent calls of a stream. Instances admit far fewer; this bounds the tasks of waiting calls."""
+"""Most concurrent calls of a stream, unless its server says otherwise."""
 
 MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 2**20
 """Most bytes of one response: together with what other calls send it has to fit into one message."""
@@ -38,6 +39,8 @@ async def generate_many(
     requests: AsyncIterator[worker_pb2.GenerateManyRequest],
     context: Any,
     on_silent: Callable[[frozenset[str]], None] = lambda addresses: None,
+    *,
+    max_calls: int = MAX_CALLS,
 ) -> AsyncGenerator[worker_pb2.GenerateManyResponse, None]:
     """Serve ``GenerateMany`` with the implementation of ``Generate``.
 
@@ -46,8 +49,9 @@ async def generate_many(
         requests: Messages of the caller; running calls are completed after their end.
         context: Context of the stream, passed to ``generate``.
         on_silent: Called with the addresses of the prefill instances that do not answer the caller, on changes.
+        max_calls: Most concurrent calls; further ones are refused before anything is begun for them.
     """
-    calls = _ServerCalls(generate, context, on_silent)
+    calls = _ServerCalls(generate, context, on_silent, max_calls)
     reader = asyncio.create_task(calls.read(requests))
     try:
         while (message := await calls.outbox.next()) is not None:
@@ -160,7 +164,10 @@ class Outbox:
 class _ServerCalls:
     """The running calls of one stream."""
 
-    def __init__(self, generate: Generate, context: Any, on_silent: Callable[[frozenset[str]], None]) -> None:
+    def __init__(
+        self, generate: Generate, context: Any, on_silent: Callable[[frozenset[str]], None], max_calls: int
+    ) -> None:
+        self._max_calls = max_calls
         self._generate = generate
         self._context = context
         self._on_silent = on_silent
@@ -197,20 +204,23 @@ class _ServerCalls:
             task.cancel()
 
     def _start(self, call: int, request: worker_pb2.GenerateRequest) -> None:
-        if call in self._tasks or len(self._tasks) >= MAX_CALLS:
+        if call in self._tasks or len(self._tasks) >= self._max_calls:
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            text = f"this stream has {MAX_CALLS} calls already"
+            text = f"this stream has {self._max_calls} calls already"
             if call in self._tasks:
                 code = grpc.StatusCode.ALREADY_EXISTS
                 text = f"call {call} is running"
             self.outbox.end(call, code.value[0], text)
             return
         task = self._tasks[call] = asyncio.create_task(self._run(call, request))
-        task.add_done_callback(lambda _: self._forget_call(call))
+        task.add_done_callback(functools.partial(self._forget_call, call))
 
-    def _forget_call(self, call: int) -> None:
+    def _forget_call(self, call: int, task: asyncio.Task[None]) -> None:
         # Not part of the task: one that is cancelled before its first step runs no code.
         self._tasks.pop(call, None)
+        if not task.cancelled() and (error := task.exception()) is not None:  # no answer could be made of its error
+            log.error("a call failed", exc_info=error)
+            self.outbox.end(call, grpc.StatusCode.INTERNAL.value[0], "internal error")
         self._close_if_done()
 
     async def _run(self, call: int, request: worker_pb2.GenerateRequest) -> None:

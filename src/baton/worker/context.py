@@ -286,7 +286,10 @@ def require_request(request_id: str, num_tokens: int) -> RequestId:
     if not request_id.isprintable():
         raise InvalidRequestError("request_id must have printable characters alone", field="request_id")
     if not 1 <= num_tokens <= MAX_PROMPT_TOKENS_PER_CALL:
-        raise InvalidRequestError("prompt_token_ids must not be empty", field="prompt_token_ids")
+        raise InvalidRequestError(
+            f"prompt_token_ids must be 1 to {MAX_PROMPT_TOKENS_PER_CALL} ids, got {num_tokens}",
+            field="prompt_token_ids",
+        )
     return RequestId(request_id)
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from baton.background import BackgroundThread
+from baton.background import BackgroundThread, keep_running
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import ExecutorLostError
 from baton.engine.request import EngineRequest, SequenceOutput
@@ -37,6 +39,7 @@ class EngineThread:
         core: The engine; after :meth:`start` only its own thread touches it.
         loop: Event loop that outputs are delivered to.
         on_failure: Called in the loop when the engine fails and cannot continue.
+        step_timeout_s: Seconds after which a step has failed that has not ended; 0: never.
 
     Attributes:
         core: The engine; use it through :meth:`call` only.
@@ -45,16 +48,25 @@ class EngineThread:
         steps: Number of engine steps.
         step_seconds: Time spent in engine steps, in seconds.
         failure: The error that ended the engine, if one did.
+        hangs: Whether a step has failed that has not ended, so that the thread cannot be ended either.
     """
 
     def __init__(
-        self, core: EngineCore, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None] | None = None
+        self,
+        core: EngineCore,
+        loop: asyncio.AbstractEventLoop,
+        on_failure: Callable[[], None] | None = None,
+        *,
+        step_timeout_s: float = 0.0,
     ) -> None:
         self.core = core
         self._loop = loop
         self._commands: deque[Callable[[], object]] = deque()
         self._wakeup = threading.Event()
         self._on_failure = on_failure
+        self._step_timeout_s = step_timeout_s
+        self._step_began: float | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._stopping = False
         self._streams: dict[RequestId, RequestStream] = {}
         self._calls: set[Future[Any]] = set()
@@ -64,9 +76,13 @@ class EngineThread:
         self.step_seconds = 0.0
         self.steps = 0
         self.failure: BaseException | None = None
+        self.hangs = False
 
     def start(self) -> None:
+        """Start the thread; call this in the event loop."""
         self._thread.start()
+        if self._step_timeout_s:
+            self._watch = keep_running(self._watch_steps, "engine watch")
 
     def wake(self) -> None:
         """Make the engine poll its connector; any thread may call this."""
@@ -144,7 +160,11 @@ class EngineThread:
         """Stop the thread; streams that are still open end with an error."""
         self._stopping = True
         self._wakeup.set()
-        await asyncio.to_thread(self._thread.join, 30.0)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if not self.hangs:
+            await asyncio.to_thread(self._thread.join, 30.0)
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the engine has stopped"))
         self._end_calls()
@@ -160,7 +180,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._stopping and not self.hangs:
                 self._wakeup.clear()
                 while self._commands:
                     self._commands.popleft()()
@@ -183,12 +203,26 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._fail_all, error)
 
     def _step(self) -> None:
-        started = time.perf_counter()
+        started = self._step_began = time.perf_counter()
         outputs = self.core.step()
+        self._step_began = None
         if outputs:
             self._loop.call_soon_threadsafe(self._deliver, outputs)
         self.steps += 1
         self.step_seconds += time.perf_counter() - started
+
+    async def _watch_steps(self) -> None:
+        """Notice a step that does not end: a device or a library has stopped, and health checks do not see that."""
+        while self.failure is None:
+            await asyncio.sleep(min(1.0, self._step_timeout_s / 4))
+            began = self._step_began
+            if began is not None and time.perf_counter() - began > self._step_timeout_s:
+                error = ExecutorLostError(f"a step has not ended within {self._step_timeout_s:g} s")
+                self.failure, self.hangs = error, True
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+                log.critical("the engine hangs: %s; it is at\n%s", error.message, stack)
+                self._fail_all(error)
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         by_request: dict[RequestId, list[SequenceOutput]] = {}
@@ -202,15 +236,17 @@ class EngineThread:
     def _fail_all(self, error: BaseException) -> None:
         """End all streams; after the loss of a rank, requests are retryable as if the whole instance had died."""
         lost = isinstance(error, ExecutorLostError)
-        for stream in list(self._streams.values()):
-            stream.fail(
-                UnavailableError(f"the instance ended: {error}", retry_after_s=1.0)
-                if lost
-                else InternalError(f"the engine failed: {type(error).__name__}: {error}")
-            )
-        self._end_calls()
-        if self._on_failure is not None:
-            self._on_failure()
+        try:
+            for stream in list(self._streams.values()):
+                stream.fail(
+                    UnavailableError(f"the instance ended: {error}", retry_after_s=1.0)
+                    if lost
+                    else InternalError(f"the engine failed: {type(error).__name__}: {error}")
+                )
+            self._end_calls()
+        finally:
+            if self._on_failure is not None:
+                self._on_failure()
 
     def _end_calls(self) -> None:
         """Fail the calls that the thread did not run before its end."""

@@ -32,11 +32,12 @@ Snapshot = Callable[[], Awaitable[tuple[int, list[KVEvent]]]]
 
 
 class KvEventLog:
-    """Keeps the last ``capacity`` batches and serves them to any number of followers. Used from one event loop.
+    """Keeps the last batches and serves them to any number of followers. Used from one event loop.
 
     Args:
         epoch: Epoch of this process.
-        capacity: Number of batches kept for replay.
+        capacity: Largest number of batches kept for replay.
+        capacity_blocks: Largest number of blocks in all of these: who has missed more gets a snapshot.
         gather_s: Seconds for which events are gathered into a batch for followers that set no time; 0: each
             :meth:`append` is a batch.
 
@@ -44,7 +45,9 @@ class KvEventLog:
         sequence: Number of the last batch, from 1.
     """
 
-    def __init__(self, epoch: Epoch, *, capacity: int = 8192, gather_s: float = GATHER_S) -> None:
+    def __init__(
+        self, epoch: Epoch, *, capacity: int = 8192, capacity_blocks: int = 1 << 17, gather_s: float = GATHER_S
+    ) -> None:
         self._epoch = epoch
         self._gather_s = gather_s
         self._gathered: list[KVEvent] = []
@@ -53,7 +56,12 @@ class KvEventLog:
         self._gather_times: dict[object, float] = {}
         """Gathering time of every follower, in seconds; 0: not set."""
         self._due: asyncio.TimerHandle | None = None
-        self._ring: deque[events_pb2.KvEventBatch] = deque(maxlen=capacity)
+        self._capacity = capacity
+        self._capacity_blocks = capacity_blocks
+        self._ring: deque[events_pb2.KvEventBatch] = deque()
+        self._sizes: deque[int] = deque()
+        """Number of blocks of each batch in the ring."""
+        self._ring_blocks = 0
         self._changed = asyncio.Event()
         self._closed = False
         self.sequence = 0
@@ -61,7 +69,7 @@ class KvEventLog:
     def append(self, events: list[KVEvent]) -> None:
         """Append the events of one engine step."""
         self._gathered += events
-        self._num_gathered += sum(1 if isinstance(event, CacheCleared) else len(event.hashes) for event in events)
+        self._num_gathered += count_blocks(events)
         gather_s = min((time_s or self._gather_s for time_s in self._gather_times.values()), default=self._gather_s)
         wait_s = self._flushed_at + gather_s - time.monotonic()
         if self._num_gathered >= GATHER_BLOCKS or wait_s <= 0:
@@ -89,11 +97,20 @@ class KvEventLog:
             self._num_gathered = 0
             for part in _parts(events):
                 self.sequence += 1
-                self._ring.append(self._batch(self.sequence, part))
+                self._append_batch(self._batch(self.sequence, part), count_blocks(part))
             self._flushed_at = time.monotonic()
             self._changed.set()
             self._changed = asyncio.Event()
         return self.sequence
+
+    def _append_batch(self, batch: events_pb2.KvEventBatch, num_blocks: int) -> None:
+        """Add a batch to the ring, and drop the oldest that are too many."""
+        self._ring.append(batch)
+        self._sizes.append(num_blocks)
+        self._ring_blocks += num_blocks
+        while len(self._ring) > 1 and (len(self._ring) > self._capacity or self._ring_blocks > self._capacity_blocks):
+            self._ring.popleft()
+            self._ring_blocks -= self._sizes.popleft()
 
     def close(self) -> None:
         """End all followers' streams."""
@@ -173,6 +190,11 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def count_blocks(events: Iterable[KVEvent]) -> int:
+    """Return the number of blocks that events name; a cleared cache counts as one."""
+    return sum(1 if isinstance(event, CacheCleared) else len(event.hashes) for event in events)
 
 
 def _parts(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:

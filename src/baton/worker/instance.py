@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import random
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +55,8 @@ FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
 
+_HANGING_STOP_S = 10.0
+"""Time to close everything after an engine step that has not ended, in seconds."""
 _ROLES: dict[Role, Callable[[WorkerContext], InstanceRole]] = {Role.PREFILL: PrefillRole, Role.DECODE: DecodeRole}
 
 
@@ -213,7 +217,8 @@ class WorkerInstance:
             drafter=base.model.drafter,
         )
         core.limit_step_time(self._first_role is Role.DECODE)
-        return EngineThread(core, base.loop, on_failure=self._on_failure)
+        timeout_s = self._config.step_timeout_s
+        return EngineThread(core, base.loop, on_failure=self._on_failure, step_timeout_s=timeout_s)
 
     def _serve_blocks(self, base: InstanceContext) -> BlockServer:
         config = self._config
@@ -490,6 +495,11 @@ def main(role: Role, argv: Sequence[str] | None = None) -> int:
         instance = WorkerInstance(role, config, engine_config, on_failure=stop.fail)
         await instance.start()
         await stop.wait()
+        if instance.context.engine.hangs:
+            # The device's library may also hang in what closes it. Its supervisor must see the process end.
+            end = threading.Timer(_HANGING_STOP_S, os._exit, (1,))
+            end.daemon = True
+            end.start()
         await instance.stop(config.drain_timeout_s if stop.exit_code == 0 else 0.0)
         return stop.exit_code
 

@@ -118,8 +118,10 @@ def responses(data: bytes) -> None:
         except BatonError:
             continue
         settings = request.settings
-        settings.store_response({"role": "assistant", "content": "x"}, b"{}")
+        item = {"id": f"msg_{settings.ident}", "type": "message", "role": "assistant", "content": []}
+        settings.store_response({"role": "assistant", "content": "x"}, {"output": [item]})
         if settings.store is not None:
+            assert orjson.loads(store.item(None, item["id"], "input")) == item
             assert store.messages(None, settings.ident)[-1] == {"role": "assistant", "content": "x"}
 
 

@@ -140,7 +140,7 @@ if __name__ == "__main__":
     with LLM({str(references.checkpoint("llama"))!r}, tp={tp}, kv_blocks=64) as llm:
         print(len(llm.generate(["def main():"], SamplingParams(max_tokens=4, temperature=0))[0].token_ids))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
     assert (done.stdout, done.stderr) == ("4\n", "")
 
 
@@ -224,7 +224,7 @@ def test_progress_is_shown_on_a_terminal(argument: str, shown: bool) -> None:
     terminal, end = pty.openpty()
     with open(terminal, "rb", closefd=True) as reading:
         done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=end, check=True, timeout=120)  # fmt: skip
+                              stderr=end, check=True, timeout=600)  # fmt: skip
         os.close(end)
         text = b""
         with contextlib.suppress(OSError):  # reading a terminal whose writers have closed it fails

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from starlette.exceptions import HTTPException
 from tests.support.router.limited_app import app_with_limits
 from tests.support.servers.http_front import BODY, Served, begun, raw, rest
 
@@ -103,6 +105,18 @@ def test_bodies_in_tiny_chunks_are_refused(api: Served) -> None:
     assert b" 400 " in answer.split(b"\r\n")[0]
     assert b"chunks that are too small" in answer
     api.wait_until(lambda: api.front.posts.budget.num_bytes == 0)
+
+
+def test_the_bytes_of_refused_bodies_are_not_kept(api: Served) -> None:
+    """Frames of what has failed have them, and a request keeps the error that it is refused with."""
+    gc.collect()
+    gc.disable()
+    try:
+        raw(api, HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"2\r\nxx\r\n" * 10_000)
+        refused = [each for each in gc.get_objects() if isinstance(each, HTTPException)]
+        assert all(each.__traceback__ is None for each in refused)
+    finally:
+        gc.enable()
 
 
 def test_bodies_that_never_end_have_one_budget(api: Served) -> None:

@@ -60,7 +60,7 @@ def ask(api: Served, path: str, **options: Any) -> tuple[str, str, list[tuple[st
     else:
         body |= {"messages": [message], "max_tokens": 500}
         body["tools"] = [{"name": tool["function"]["name"], "input_schema": {"type": "object"}} for tool in TOOLS]
-    answer = httpx.post(f"{api.url}/v1/{path}", json=body, timeout=60)
+    answer = httpx.post(f"{api.url}/v1/{path}", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
     if not options.get("stream"):
         return _read(path, answer.json())

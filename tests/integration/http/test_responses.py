@@ -15,7 +15,7 @@ from tests.support.scripted import encode
 from tests.support.servers.http_front import Served
 
 from baton.errors import NotFoundError
-from baton_router.frontend.openai import response_store
+from baton_router.frontend.openai import response_store, responses
 from baton_router.frontend.openai.response_store import ResponseStore
 from baton_router.types import Account
 
@@ -364,26 +364,30 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
     counts: list[tuple[int, int]] = []
     store = ResponseStore(lambda *count: counts.append(count))
     mine, other = (cast(Account, SimpleNamespace(name=name)) for name in ("mine", "other"))
+
+    def body(size: int) -> dict[str, Any]:
+        return {"output": [], "x": "x" * (size - len('{"output":[],"x":""}'))}
+
     for at in range(5):
-        store.add(mine, f"r{at}", [{"role": "user", "content": str(at)}], b"{}")
+        store.add(mine, f"r{at}", [{"role": "user", "content": str(at)}], {"output": []})
     assert store.messages(mine, "r4") == [{"role": "user", "content": "4"}]
-    assert store.body(mine, "r4") == b"{}"
+    assert json.loads(store.body(mine, "r4")) == {"output": []}
     for account, ident in ((mine, "r1"), (other, "r4"), (None, "r4")):
         for call in (store.messages, store.body, store.delete):
             with pytest.raises(NotFoundError, match="no response"):
                 call(account, ident)
-    store.add(mine, "large", [], b"x" * 1001)
+    store.add(mine, "large", [], body(1001))
     with pytest.raises(NotFoundError):
         store.body(mine, "large")
     # One account cannot take the room of another, but has all that is there.
     monkeypatch.setattr(response_store, "MAX_RESPONSES", 100)
     for at in range(20):
-        store.add(other, f"o{at}", [], b"x" * 998)
+        store.add(other, f"o{at}", [], body(998))
     assert store.body(mine, "r4")
     kept = [at for at in range(20) if f"o{at}" in store._kept["other"]]
     assert kept == list(range(12, 20))
     for at in range(20):
-        store.add(mine, f"m{at}", [], b"x" * 998)
+        store.add(mine, f"m{at}", [], body(998))
     assert len(store._kept["mine"]) == len(store._kept["other"]) == 6
     for at in range(14, 20):
         store.delete(mine, f"m{at}")
@@ -421,6 +425,19 @@ def test_items_are_referred_to_and_listed(served: Served) -> None:
     served.client.responses.delete(first.id)
     answer = served.post("/v1/responses", {"input": [told[0], *ids, result]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input[1].id")
+
+
+def test_what_references_stand_for_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = create(served)
+    stored = served.http.get(f"/v1/responses/{first.id}").json()
+    assert stored == first.model_dump(exclude_unset=True, mode="json")
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    size = len(json.dumps(stored["output"][0], separators=(",", ":"), ensure_ascii=False).encode())
+    monkeypatch.setattr(responses, "MAX_REFERRED_BYTES", 2 * size)
+    question = {"role": "user", "content": "and?"}
+    assert served.post("/v1/responses", {"input": [reference] * 2 + [question]}).status_code == 200
+    answer = served.post("/v1/responses", {"input": [reference] * 3 + [question]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[2]")
 
 
 def test_the_body_has_what_openai_publishes(served: Served) -> None:

@@ -11,8 +11,6 @@ import asyncio
 import errno
 import math
 import os
-import shutil
-import subprocess
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -22,9 +20,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-import yaml
 from prometheus_client import CollectorRegistry
-from tests.support.alerts import MINUTES, RULES, SELECTOR, Recording, Scrape, scrape_of
+from tests.support.alerts import MINUTES, Recording, Scrape, needs_promtool, run_promtool, scrape_of, write_rules
 from tests.support.router.world import registration
 from tests.support.servers.fake_worker import FakeWorker
 from tests.support.transport.store_rig import Rig, chain
@@ -48,9 +45,7 @@ from baton_router.app import RouterApp
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
 from baton_router.types import RoutedRequest
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="no promtool on this machine (apt-get install prometheus)"
-)
+pytestmark = needs_promtool
 
 
 @pytest.fixture
@@ -70,10 +65,8 @@ async def healthy(watched: Watched, directory: Path, **pods: Scrape) -> Recordin
 
 
 def test_the_rules_are_rules(tmp_path: Path) -> None:
-    rules = yaml.safe_load(RULES.read_text().replace("SELECTOR", SELECTOR))
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "baton", "rules": rules}]}))
-    command = ["promtool", "check", "rules", str(tmp_path / "rules.yaml")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    write_rules(tmp_path / "rules.yaml")
+    result = run_promtool("check", "rules", str(tmp_path / "rules.yaml"))
     assert result.returncode == 0, result.stdout + result.stderr
 
 

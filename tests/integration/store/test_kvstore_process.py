@@ -62,10 +62,15 @@ def test_a_configuration_that_cannot_work_ends_with_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_port_in_use_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["--port", str(taken.getsockname()[1])]) == 2
-    assert "in use" in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize("flag", ["--port", "--kv-port", "--metrics-port"])
+def test_a_port_in_use_ends_with_one_line(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main([flag, str(taken.getsockname()[1])]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "in use" in error
 
 
 async def test_a_durable_put_and_a_deletion_outlive_kills_of_the_process(tmp_path: Path) -> None:

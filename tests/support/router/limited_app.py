@@ -17,7 +17,7 @@ from baton_router.app import RouterApp
 
 
 @contextlib.asynccontextmanager
-async def app_with_limits(root: Path) -> AsyncIterator[RouterApp]:
+async def app_with_limits(root: Path, **more: str) -> AsyncIterator[RouterApp]:
     """A whole router, with a tenant that may send a request a minute."""
     (root / "token").write_text("the services' token")
     tenants = {"limited": {"keys": ["sk-limited"], "requests_per_minute": 1}, "free": {"keys": ["sk-free"]}}
@@ -25,7 +25,12 @@ async def app_with_limits(root: Path) -> AsyncIterator[RouterApp]:
     worker = FakeWorker(Role.DECODE, "d0", caches=False, token=Token("the services' token"))
     worker.state.model_path = "models/baton-tiny"
     await worker.start()
-    flags = {"api_keys": str(root / "keys.json"), "token_file": str(root / "token"), "decode": (worker.address,)}
+    flags = {
+        "api_keys": str(root / "keys.json"),
+        "token_file": str(root / "token"),
+        "decode": (worker.address,),
+        **more,
+    }
     app = RouterApp(RouterConfig(port=0, grpc_port=0, **flags))  # type: ignore[arg-type]
     await app.start()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,22 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "cluster.yaml").write_text("# " + "x" * (1 << 20))
     with pytest.raises(ConfigError, match="too large"):
         ClusterFile(str(tmp_path / "cluster.yaml"), {})
+    (tmp_path / "cluster.yaml").write_bytes(b"model: a\0b\n")
+    with pytest.raises(ConfigError, match=r"cluster.yaml:1: no YAML"):
+        ClusterFile(str(tmp_path / "cluster.yaml"), {})
+    with pytest.raises(ConfigError, match="/dev/zero is too large"):
+        ClusterFile("/dev/zero", {})
+    os.mkfifo(tmp_path / "pipe")
+    assert read_document(tmp_path / "pipe").plain() == {}
+
+
+def test_aliases_of_aliases_end(tmp_path):
+    """A kilobyte of YAML can mean a billion values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    (tmp_path / "cluster.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"cluster.yaml:\d+: .*values"):
+        read_document(tmp_path / "cluster.yaml")
 
 
 @pytest.mark.parametrize(

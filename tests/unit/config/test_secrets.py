@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +83,18 @@ def test_a_secret_value_may_stand_in_a_file(tmp_path: Path) -> None:
     assert caught.value.field == "redis"
     with pytest.raises(ConfigError, match="--redis"):
         parsed("--redis", f"@{tmp_path / 'none'}")
+
+
+def test_an_empty_file_is_no_value_that_was_not_given(tmp_path: Path) -> None:
+    """A service that starts without the Redis or the store it was told to use would look healthy."""
+    file, pipe = tmp_path / "url", tmp_path / "pipe"
+    file.write_text(" \n")
+    file.chmod(0o600)
+    os.mkfifo(pipe, 0o600)
+    for path in (file, pipe):
+        with pytest.raises(ConfigError, match=f"the file of --redis {path} is empty") as caught:
+            parsed("--redis", f"@{path}")
+        assert caught.value.field == "redis"
 
 
 def test_flags_with_passwords_are_found() -> None:

@@ -25,8 +25,6 @@ LISTED = {
     "services/kvstore/baton_kvstore/tiers/promotion.py: start_promotion": AWAITED,
     "services/router/baton_router/dispatch/prefill_first.py: _ask": AWAITED,
     "services/router/baton_router/dispatch/request.py: _await_then": ANSWERS,
-    "services/router/baton_router/frontend/openai/generation.py: _begin": ANSWERS,
-    "services/router/baton_router/frontend/openai/generation.py: prepare": ANSWERS,
     "services/router/baton_router/processor/grammar_process.py: main": "its process ends with it",
     "services/router/baton_router/registry/instance_monitor.py: _session": AWAITED,
     "services/router/baton_router/replication/replica.py: _stay_connected": "a task group awaits its tasks",
@@ -193,6 +191,25 @@ async def test_a_task_that_ends_by_an_error_is_counted_and_its_owner_told() -> N
         assert await told is error
     assert task.done()
     assert failures("test end", "ended") == 1
+
+
+async def test_a_cancellation_counts_as_a_failure_if_it_is_a_library_s_own() -> None:
+    errors: list[BaseException] = []
+
+    async def wait_for(future: asyncio.Future[None]) -> None:
+        await future
+
+    waited = asyncio.get_running_loop().create_future()
+    surprised = create_task(wait_for(waited), "test surprise", on_failure=errors.append)
+    other = create_task(asyncio.sleep(3600), "test cancel", on_failure=errors.append)
+    await asyncio.sleep(0)
+    waited.cancel()
+    other.cancel()
+    await asyncio.wait([surprised, other])
+    await asyncio.sleep(0)
+    assert [type(error) for error in errors] == [asyncio.CancelledError]
+    assert failures("test surprise", "ended") == 1
+    assert failures("test cancel", "ended") == 0
 
 
 async def test_only_a_task_that_was_cancelled_counts_as_cancelled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -196,3 +197,21 @@ def test_a_folder_that_another_user_made_first_is_not_used(tmp_path: Path) -> No
     made.symlink_to(tmp_path / "theirs")
     with pytest.raises(ConfigError, match="no folder"):
         folder(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["fifo", "device"])
+def test_what_is_no_file_is_no_block_and_waited_for_by_nobody(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    mine = folder(tmp_path)
+    mine.write(name_of("a"), block("a"))
+    (file,) = files_in(tmp_path)
+    file.unlink()
+    make(file)
+    reader = threading.Thread(target=lambda: found.append(read(mine, "a")), daemon=True)
+    found: list[bool] = []
+    reader.start()
+    reader.join(60)
+    assert found == [False]
+    assert not os.path.lexists(file)
+    assert mine.num_damaged == 1
+    mine.write(name_of("a"), block("a"))
+    assert read(mine, "a")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockServer, SequenceBlocks
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
-from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillEvent
+from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Finished, Offer, PrefillEvent
 from baton.kv_transfer.streams import StallLimit
 from baton.kv_transfer.types import FetchResult
 from baton.types import BlockId, InstanceId, RequestId, SamplingParams
@@ -105,5 +106,50 @@ async def test_no_copy_runs_any_more_when_a_load_has_ended(events: Sequence[Offe
             ended += loader.poll_loads()
     assert fetcher.begun
     assert fetcher.running == 0
+    server.close()
+    arena.close()
+
+
+async def test_a_source_whose_blocks_have_no_tokens_is_a_failed_candidate() -> None:
+    """Whatever a candidate says about itself, the next one is asked, and the trace says why."""
+    arena = HostArena(4, KIND.block_bytes)
+    server = BlockServer(arena, KIND, InstanceId("p0"), kinds=("shm",))
+    ended: list[LoadUpdate] = []
+
+    class Dialer:
+        @asynccontextmanager
+        async def open(self, address: str, *_: object) -> AsyncIterator[AsyncIterator[PrefillEvent]]:
+            async def stream() -> AsyncIterator[PrefillEvent]:
+                source = server.source
+                if address == "p0:1":
+                    source = replace(source, fingerprint=replace(KIND, block_size=0))
+                yield Accepted(source)
+                yield FIRST
+                yield Finished(None, 0)
+
+            yield stream()
+
+    fake: Any = Fetcher()
+    loader = P2PConsumer(
+        pool=OwnPool(fake, arena, BS, lambda: server.source),
+        dialer=Dialer(),  # type: ignore[arg-type]
+        loop=asyncio.get_running_loop(),
+        wake=lambda: None,
+        threshold=1,
+        stall_s=WAIT_S,
+        wait_s=WAIT_S,
+    )
+    request = LoadRequest(RequestId("r"), list(range(2 * BS)), 0, SamplingParams(), (), candidates=("p0:1", "p1:1"))
+    loader.start_load(request, 0, [BlockId(0), BlockId(1)])
+    async with asyncio.timeout(WAIT_S):
+        while not ended:
+            await asyncio.sleep(0.001)
+            ended += loader.poll_loads()
+    (update,) = ended
+    assert update.error is None
+    assert update.stats is not None
+    (failure,) = update.stats.failures
+    assert failure.startswith("p0:1: ")
+    assert "block_size" in failure
     server.close()
     arena.close()

@@ -27,7 +27,7 @@ from baton.errors import (
 )
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.streams import Wait, join_address, split_address
+from baton.kv_transfer.streams import Wait, connect_tcp, join_address, split_address
 from baton.kv_transfer.wire import (
     BadFrameError,
     Facts,
@@ -147,10 +147,19 @@ def test_addresses_round_trip(host: str, port: int) -> None:
     assert split_address(join_address(host, port)) == (host, port)
 
 
-@pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:x", "host:0", "host:65536", "host:-1"])
+@pytest.mark.parametrize(
+    "address", ["", "host", ":80", "host:", "host:x", "host:0", "host:65536", "host:-1", "host:²³"]
+)
 def test_wrong_addresses_are_refused(address: str) -> None:
     with pytest.raises(PipeClosedError, match="host:port"):
         split_address(address)
+
+
+@pytest.mark.parametrize("host", ["a..b", "ü" * 300, "a\0b"])
+def test_a_host_that_can_have_no_name_is_one_that_nothing_listens_at(host: str) -> None:
+    """Peers send addresses: a wrong one must end like any other failed connection, so that the next is tried."""
+    with pytest.raises(PipeClosedError, match="cannot connect"):
+        connect_tcp(f"{host}:80", Wait())
 
 
 def test_wait() -> None:

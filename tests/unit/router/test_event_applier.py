@@ -347,3 +347,17 @@ async def test_events_of_a_tier_that_is_not_known_are_told(
     assert sum("tape" in line for line in told) == 1, "once, not for each event"
     assert sum(map(len, told)) < 10_000, "names are bounded"
     assert feed.state is not IndexState.OFF
+
+
+def test_a_burst_of_snapshots_does_not_widen_the_index(clock: Clock) -> None:
+    """Each takes new slots, and what the old ones held is swept in the background; a burst must not wait for that."""
+    index = PrefixIndex()
+    other = index.add()
+    index.stored(other, HASHES)
+    feed = EventApplier(index, now=clock, stale_limit_s=10)
+    for number in range(2000):
+        epoch = Epoch(number.to_bytes(16, "big"))
+        feed.apply(batch(1, stored(HASHES), stored(HASHES, "host"), epoch=epoch, snapshot=True))
+    assert index._table._words <= 2
+    assert feed.num_blocks == len(HASHES)
+    assert index.match(HASHES, 1 << other | 1 << feed.slot) == {other: len(HASHES), feed.slot: len(HASHES)}

@@ -24,7 +24,7 @@ def info(role: Role = Role.DECODE, tokenizer: str = "", **fingerprint: Any) -> I
         epoch=Epoch(b"e" * 16),
         fingerprint=replace(FINGERPRINT, **fingerprint),
         num_blocks=1,
-        max_model_len=1,
+        max_model_len=2,
         model_names=("m",),
         model_path="",
         vocab_size=1,
@@ -118,6 +118,29 @@ def test_what_does_not_fit_the_router_is_refused_also_alone(first: bool) -> None
 
 def test_no_block_has_no_tokens() -> None:
     assert refused(IdentityCheck(), info(block_size=0), first=True) == "block_size"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"instance_id": InstanceId("")},
+        {"instance_id": InstanceId("a\n} 5")},
+        {"instance_id": InstanceId("n" * 257)},
+        {"epoch": Epoch(b"short")},
+        {"num_blocks": 0},
+        {"max_model_len": 1},
+        {"vocab_size": 0},
+        {"model_names": ("m", "x\x1b[31m")},
+        {"model_names": tuple(map(str, range(1000)))},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_instance_that_can_serve_nothing_is_refused(wrong: dict[str, Any], first: bool) -> None:
+    """Else one broken instance decides what the router promises: every prompt would be too long, for example."""
+    check = IdentityCheck()
+    check.admit(info(), Role.DECODE, first=True)
+    assert refused(check, replace(info(), **wrong), first=first) == next(iter(wrong))
 
 
 def test_a_tokenizers_digest_is_of_what_decides_its_ids(tmp_path: Path) -> None:

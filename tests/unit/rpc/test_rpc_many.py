@@ -6,17 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from baton.api.v1 import common_pb2, worker_pb2
-from baton.errors import InvalidRequestError, QueueFullError
+from baton.errors import BatonError, InvalidRequestError, QueueFullError
 from baton.rpc import multiplex_server
-from baton.rpc.errors import from_status
+from baton.rpc.errors import STATUS_CODES, from_status
 from baton.rpc.multiplex_server import Outbox, generate_many
 
 
 def token(token_id: int) -> worker_pb2.GenerateResponse:
     return worker_pb2.GenerateResponse(deltas=[worker_pb2.SequenceDelta(token_ids=[token_id])])
+
+
+class UntellableError(BatonError):
+    """An error that no end of a call can be made of."""
+
+    @property
+    def grpc_status(self) -> str:  # type: ignore[override]
+        raise ZeroDivisionError("in the handler")
 
 
 class Engine:
@@ -34,6 +43,8 @@ class Engine:
             raise QueueFullError("no room", retry_after_s=3.0)
         if request.request_id == "broken":
             raise ZeroDivisionError("of ours")
+        if request.request_id == "mute":
+            raise UntellableError("of ours")
         self.running.add(request.request_id)
         try:
             for at in range(request.sampling.max_tokens):
@@ -118,6 +129,15 @@ async def test_a_call_that_fails_ends_alone_and_says_why() -> None:
     assert engine.running == set()
 
 
+async def test_a_call_whose_error_cannot_be_told_ends_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Stream(Engine())
+    stream.start((1, "mute", 1))
+    (end,) = (await stream.next()).ends
+    assert (end.call, _code(end.code)) == (1, grpc.StatusCode.INTERNAL)
+    assert "in the handler" in (caplog.records[-1].exc_text or "")
+    await stream.answers.aclose()
+
+
 async def test_cancel_ends_one_call_and_closing_the_stream_all() -> None:
     engine = Engine()
     stream = Stream(engine)
@@ -130,6 +150,33 @@ async def test_cancel_ends_one_call_and_closing_the_stream_all() -> None:
     assert engine.running == {"a", "c"}
     await stream.answers.aclose()
     assert engine.running == set()
+
+
+async def test_calls_beyond_the_bound_are_refused_without_being_begun() -> None:
+    engine = Engine()
+
+    async def requests() -> AsyncIterator[worker_pb2.GenerateManyRequest]:
+        starts = [
+            worker_pb2.CallStart(
+                call=call,
+                request=worker_pb2.GenerateRequest(
+                    request_id=str(call), sampling=common_pb2.SamplingParams(max_tokens=1)
+                ),
+            )
+            for call in range(5)
+        ]
+        yield worker_pb2.GenerateManyRequest(starts=starts)
+        await engine.until_waiting(2)
+        engine.step()
+
+    ends: dict[int, BaseException | None] = {}
+    async for message in generate_many(engine.generate, requests(), None, max_calls=2):
+        for end in message.ends:
+            ends[end.call] = from_status(STATUS_CODES[end.code], end.message, end.details) if end.code else None
+    assert ends.pop(0) is ends.pop(1) is None
+    assert set(ends) == {2, 3, 4}
+    assert all(isinstance(error, QueueFullError) for error in ends.values())
+    assert not engine.running
 
 
 async def test_a_call_that_is_cancelled_before_it_began_is_forgotten() -> None:

@@ -11,7 +11,7 @@ from tests.support.models.toy_runner import ToyRunner
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.request import EngineRequest
+from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import BatonError, InternalError, UnavailableError
 from baton.types import SamplingParams
 from baton.worker.engine_thread import EngineThread, RequestStream
@@ -80,3 +80,31 @@ async def test_calls_that_come_amid_the_engines_end_are_answered(how: str) -> No
     await engine.stop()
     with pytest.raises(UnavailableError):
         await engine.call(lambda: 1)
+
+
+async def test_a_step_that_does_not_end_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """As when a device hangs: health checks are answered, so nobody else would notice."""
+    runner, failed, go_on = ToyRunner(), asyncio.Event(), threading.Event()
+    core = EngineCore(EngineConfig(model="toy", block_size=4), runner, runner.make_arena(32))
+    engine = EngineThread(core, asyncio.get_running_loop(), failed.set, step_timeout_s=0.2)
+
+    def step() -> list[SequenceOutput]:
+        go_on.wait(240)
+        return []
+
+    core.step = step  # type: ignore[method-assign]
+    engine.start()
+    try:
+        stream = await engine.submit(EngineRequest("r", [3, 4, 5], SamplingParams(max_tokens=4)))
+        with pytest.raises(UnavailableError, match="a step has not ended"):
+            await asyncio.wait_for(read_on(stream), 240)
+        assert failed.is_set()
+        assert engine.hangs
+        assert "go_on.wait" in caplog.text, "where it hangs is logged"
+        with pytest.raises(UnavailableError):
+            await engine.call(lambda: 1)
+        await engine.stop()  # does not wait for the thread
+    finally:
+        go_on.set()
+    await asyncio.to_thread(engine._thread.join, 240)
+    assert not engine._thread.is_alive()

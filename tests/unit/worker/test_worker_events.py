@@ -90,6 +90,19 @@ async def test_who_cannot_be_replayed_gets_a_snapshot(start, epoch):
     assert batch.sequence == 8
 
 
+async def test_the_ring_is_bounded_by_blocks():
+    """Batches of long prompts have hundreds of blocks: by their number alone, the ring would have gigabytes."""
+    log = KvEventLog(EPOCH, capacity_blocks=20, gather_s=0)
+    for i in range(10):
+        log.append([BlocksStored(None, tuple(block(8 * i + j) for j in range(8)))])
+    follower = Follower(log, [], start=9, epoch=EPOCH)
+    assert [batch.sequence for batch in await follower.take(2)] == [9, 10]
+    late = Follower(log, [BlocksStored(None, (block(79),))], start=8, epoch=EPOCH)
+    assert (await late.take(1))[0].snapshot
+    log.append([BlocksStored(None, tuple(block(100 + j) for j in range(40)))])
+    assert [batch.sequence for batch in await follower.take(1)] == [11], "the last one is always kept"
+
+
 async def test_a_follower_that_falls_behind_the_ring_gets_a_snapshot_and_goes_on():
     log = KvEventLog(EPOCH, capacity=2, gather_s=0)
     follower = Follower(log, [])

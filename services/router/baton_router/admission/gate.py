@@ -270,15 +270,16 @@ class Admission:
         self._drain.start(self._now())
         if self._ticker is None:
             self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
-        self._pump()
-        if item.queued and self.foreground_waits():
-            self.on_wait()
         sequences = item.request.sampling.n
         tokens = item.tokens
         try:
+            self._pump()
+            if item.queued and self.foreground_waits():
+                self.on_wait()
             refusal = await item.future
-        except asyncio.CancelledError:
-            self.metrics.cancelled.inc()
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                self.metrics.cancelled.inc()
             if item.granted:
                 self._room.unreserve(sequences, tokens)
                 self._room.release(sequences, tokens)

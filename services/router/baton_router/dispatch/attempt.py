@@ -27,7 +27,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.rpc.convert import add_to, finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
-from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader, TokenWriter
+from baton.rpc.multiplex import ANY_TOKEN, Call, CallEnded, CallStream, Reader, TokenWriter
 from baton.tokenizer import TokenDelta
 from baton.types import FinishReason
 from baton_router.dispatch.event_loop import END, RECEIVE, TurnBatcher
@@ -80,11 +80,21 @@ class WorkerStreams:
         """Start a call on an instance; see :meth:`CallStream.start`. A stream that broke is opened again."""
         stream = self._streams.get(instance)
         if stream is None or stream.broken:
-            stream = CallStream(instance.dialer, instance.instance_id, self._schedule_delivery, self._schedule_end)
+            stream = CallStream(
+                instance.dialer,
+                instance.instance_id,
+                self._schedule_delivery,
+                self._schedule_end,
+                vocab_size=_vocab_size(instance),
+            )
             self._streams[instance] = stream
             if self._silent:
                 stream.send_silent(self._silent)
         return stream.start(request, reader)
+
+
+def _vocab_size(instance: Instance) -> int:
+    return ANY_TOKEN if instance.info is None else instance.info.vocab_size
 
 
 class AttemptFailed(Exception):
@@ -109,6 +119,10 @@ class InstanceLost(CallEnded):
     """The instance was declared dead while its connections were still open."""
 
 
+class RequestExpired(CallEnded):
+    """The request's own time is over, which is no instance's fault."""
+
+
 def classify_end(end: CallEnded) -> AttemptFailed:
     """Return the failure of an attempt whose call ended with an error."""
     error = end.error
@@ -116,6 +130,9 @@ def classify_end(end: CallEnded) -> AttemptFailed:
         error = InternalError(error.message)
     elif isinstance(error, CancelledError):  # the server was stopped: calls that this router cancels report no end
         error = UnavailableError("the instance ended the call itself", retry_after_s=1.0)
+    elif isinstance(error, DeadlineError) and not isinstance(end, RequestExpired):
+        # A request's time is counted here alone. If this were final, the instance would end every request.
+        error = InternalError(f"the instance gave the call up: {error.message}")
     return AttemptFailed(error, "lost" if isinstance(end, InstanceLost) else end.code.name.lower())
 
 
@@ -146,6 +163,9 @@ def read_response(message: worker_pb2.GenerateResponse, indices: list[int], inst
 
 def _delta(item: worker_pb2.SequenceDelta, indices: list[int], instance: Instance) -> TokenDelta:
     index = item.index
+    token_ids = item.token_ids[:]
+    if token_ids and max(token_ids) >= _vocab_size(instance):
+        raise InternalError(f"{instance.instance_id} sent token {max(token_ids)}, which is not in the vocabulary")
     if index >= len(indices):
         raise InternalError(f"{instance.instance_id} sent tokens of sequence {index}, which was not asked for")
     finish = finish_from_pb(item.finish_reason)
@@ -155,7 +175,7 @@ def _delta(item: worker_pb2.SequenceDelta, indices: list[int], instance: Instanc
         raise AttemptFailed(UnavailableError(f"{instance.instance_id} is draining"), "draining")
     return TokenDelta(
         indices[index],
-        item.token_ids[:],
+        token_ids,
         [logprob_from_pb(x) for x in logprobs] if (logprobs := item.logprobs) else [],
         finish,
         item.stop_token_id if item.HasField("stop_token_id") else None,
@@ -321,17 +341,19 @@ class Attempt:
         self.closed = True
         if self._grace is not None:
             self._grace.cancel()
-        if self._call is not None:
-            self.placement.decode.remove_call(self)
-            self._call.close()
-        self._run.on_closed(self)
-        self.placement.release()
+        try:
+            if self._call is not None:
+                self.placement.decode.remove_call(self)
+                self._call.close()
+            self._run.on_closed(self)
+        finally:
+            self.placement.release()
 
     def expire(self) -> None:
         """Fail: the request's deadline has passed."""
         error = DeadlineError("the request's time is over")
         if self._call is not None:
-            self._call.fail(CallEnded(error, grpc.StatusCode.DEADLINE_EXCEEDED))
+            self._call.fail(RequestExpired(error, grpc.StatusCode.DEADLINE_EXCEEDED))
         else:  # the call is not sent yet
             self._end(AttemptFailed(error, "deadline_exceeded"))
 
@@ -352,8 +374,8 @@ class Attempt:
             chunk = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
         except AttemptFailed as failure:  # ends this call alone: other calls share its stream
             self._end(failure)
-            return
-        self._deliver(chunk)
+        else:
+            self._deliver(chunk)
 
     def on_end(self, failure: CallEnded | None) -> None:
         self._end(None if failure is None else classify_end(failure))
@@ -388,7 +410,10 @@ class Attempt:
             self._run.check_end(self, failure)
         except Exception as refusal:
             error = refusal
-        self.close()
+        try:
+            self.close()
+        except Exception as fault:
+            error = fault
         if error is not None:
             self._run.finish(error)
         else:

@@ -69,10 +69,12 @@ class Reserved:
         Args:
             status: ``ok`` or the code of an error.
         """
-        self.placement.release()
-        self.admission.release(self.ticket)
-        self.span.end(status)
-        self.on_end()
+        try:
+            self.placement.release()
+            self.span.end(status)
+        finally:
+            self.admission.release(self.ticket)
+            self.on_end()
 
 
 class PlacingDispatcher:

@@ -111,4 +111,7 @@ class Deadlines:
                 self._timer = loop.call_later(remaining, self._expire_due)
                 return
             del self._due[item]
-            item.expire()
+            try:
+                item.expire()
+            except Exception:  # the others' deadlines pass, too
+                log.exception("an item could not be ended at its deadline")

@@ -234,9 +234,11 @@ class RequestRun:
             status = error.code if isinstance(error, BatonError) else InternalError.code
             self._context.metrics.failures.labels(status).inc()
         sink = self.sink
-        self._end(status)
-        if sink is not None:
-            sink.on_end(error)
+        try:
+            self._end(status)
+        finally:
+            if sink is not None:
+                sink.on_end(error)
 
     def set_paused(self, paused: bool) -> None:
         """Leave what arrives in the streams, or deliver it again: for clients that read slowly."""
@@ -310,18 +312,20 @@ class RequestRun:
         self.sink = None  # breaks the reference cycle, so that everything is freed at once
         context = self._context
         context.deadlines.discard(self)
-        for attempt in list(self._attempts):
-            attempt.close()
         for task in self._tasks:
             task.cancel()
-        if self._prefill_first is not None:
-            self._prefill_first.abandon()
-        for trace in self._traces.attempts():
-            context.metrics.observe_trace(trace)
-        self._end_span(status)
-        context.on_ended(self)
-        if self._ticket is not None:
-            context.admission.release(self._ticket)
+        try:
+            for attempt in list(self._attempts):
+                attempt.close()
+            if self._prefill_first is not None:
+                self._prefill_first.abandon()
+            for trace in self._traces.attempts():
+                context.metrics.observe_trace(trace)
+            self._end_span(status)
+        finally:
+            context.on_ended(self)
+            if self._ticket is not None:
+                context.admission.release(self._ticket)
 
     def _end_span(self, status: str) -> None:
         """End the request's span, with its trace and OpenTelemetry's names for what all models have."""
@@ -478,11 +482,10 @@ class RequestRun:
             self._context.decisions.placed(self._request.request_id, attempt.placement.decision)
             message = self._message(attempt.group, attempt.placement, attempt.number)
             attempt.start(self._context.streams, message)
+            if self._paused:
+                attempt.set_paused(True)
         except Exception as error:
             self.finish(error)
-            return
-        if self._paused:
-            attempt.set_paused(True)
 
     def _message(self, group: Group, placement: Placement, number: int) -> worker_pb2.GenerateRequest:
         """Return the message for attempt ``number``. Empty fields are not set, to save the time that it takes."""

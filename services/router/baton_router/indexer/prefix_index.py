@@ -42,6 +42,8 @@ _WORD = ctypes.c_uint64
 Place = Callable[[int, int], int]
 SWEEP_ENTRIES = 200_000
 """Entries swept at a time by default: a millisecond or a few."""
+_MAX_DEAD = 64
+"""Dropped slots, or as many as there are live ones, that may wait to be swept."""
 
 
 class _Node(msgspec.Struct, eq=False):
@@ -401,6 +403,10 @@ class PrefixIndex:
         return self.add() if owner is None else self._add(owner)
 
     def _add(self, owner: int) -> int:
+        if self._dead.bit_count() >= max(_MAX_DEAD, self._live.bit_count()):
+            # Slots die faster than they are swept: every word of slots would be paid for by every block.
+            while not self.sweep(_MAX_ENTRIES):
+                pass
         used = self._live | self._dead
         slot = (~used & (used + 1)).bit_length() - 1
         self._table.widen(slot + 1)

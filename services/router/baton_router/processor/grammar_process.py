@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import resource
 import signal
@@ -47,6 +48,8 @@ MAX_WAIT_S = 30.0
 _KEPT_MEMORY = 256 << 20
 """Growth of a process, in bytes, after which it is replaced."""
 _MAX_MESSAGE = 64 << 20
+_NICENESS = 5
+"""How much less the processes' priority is than the router's: grammars must not delay streams where cores are few."""
 
 
 START_S = 1.0
@@ -195,7 +198,9 @@ class _Process:
                 raise UnavailableError("the router is shutting down")
             descriptor = child_end.fileno()
             args = [str(descriptor), str(self._cpu_s)]
-            self._child = ChildProcess(start_python(__name__, args, pass_fds=[descriptor]))
+            process = start_python(__name__, args, pass_fds=[descriptor])
+            os.setpriority(os.PRIO_PROCESS, process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
+            self._child = ChildProcess(process)
             self._line = Connection(own_end.detach())
         try:
             self._exchange(None)

@@ -381,14 +381,20 @@ class OutputProcessor:
             self._per_token = self._prepared.request.per_token
 
     def _fail_or_end(self, error: Exception | None) -> None:
-        self._close("done" if error is None else error.code if isinstance(error, BatonError) else InternalError.code)
-        self._sink.on_end(error)
+        try:
+            self._close(
+                "done" if error is None else error.code if isinstance(error, BatonError) else InternalError.code
+            )
+        finally:
+            self._sink.on_end(error)
 
     def _close(self, outcome: str) -> None:
         self._ended = True
         running = self._running
         self._running = None  # breaks the reference cycle, so that everything is freed at once
-        if running is not None:
-            running.cancel()
-        self._clock.end(outcome)
-        self._decisions.end(self._record, outcome)
+        try:
+            if running is not None:
+                running.cancel()
+        finally:
+            self._clock.end(outcome)
+            self._decisions.end(self._record, outcome)

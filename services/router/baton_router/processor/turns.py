@@ -117,13 +117,12 @@ class TurnThreads:
                 for turns in (self.turns,) if before is None else (before, self.turns):
                     await turns.acquire(tenant)
                     acquired.append(turns)
-        except TimeoutError as error:
+            future = self._threads.submit(work)
+        except BaseException as error:
             release()
-            raise UnavailableError(f"others have {self._what}", retry_after_s=5.0) from error
-        except BaseException:
-            release()
+            if isinstance(error, TimeoutError):
+                raise UnavailableError(f"others have {self._what}", retry_after_s=5.0) from error
             raise
         # A thread cannot be stopped: it keeps its turn until its end, even if the request was cancelled.
-        future = self._threads.submit(work)
         future.add_done_callback(on_done)
         return await asyncio.wrap_future(future)

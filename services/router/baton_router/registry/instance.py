@@ -24,6 +24,9 @@ from baton_router.registry.load import LoadTracker
 
 log = logging.getLogger(__name__)
 
+_EPOCH_BYTES = 16
+_MAX_MODEL_NAMES = 256
+
 
 class Status(enum.StrEnum):
     """Whether an instance can be used."""
@@ -229,7 +232,7 @@ class IdentityCheck:
             first: Whether there is no other instance: this one decides which model is served.
 
         Raises:
-            ConfigError: It has another role than expected, or an incompatible version.
+            ConfigError: It has another role than expected, an incompatible version, or numbers that fit no instance.
             FingerprintMismatchError: Its KV, hashes or token ids differ from the other instances'; names the field.
         """
         if not works_with(info.version):
@@ -237,6 +240,7 @@ class IdentityCheck:
                 f"version is {info.version!r:.40}; this router takes {__version__} and the minor releases beside it",
                 field="version",
             )
+        _require_sane(info)
         if info.role is not role:
             raise ConfigError(f"role is {info.role}, expected {role}", field="role")
         served = self._fingerprint
@@ -281,6 +285,30 @@ class IdentityCheck:
                 partners[0].require_reader(offered, who="instance")
         elif not any(x.takes(offered) for x in partners):
             partners[0].require_source(offered, who="instance")
+
+
+def _require_sane(info: InstanceInfo) -> None:
+    """Refuse an instance that can serve nothing: its bounds would be those of all requests, its names in every log.
+
+    Raises:
+        ConfigError: Names the field.
+    """
+    least = {"num_blocks": 1, "max_model_len": 2, "vocab_size": 1}
+    for name, number in least.items():
+        if getattr(info, name) < number:
+            raise ConfigError(f"{name} must be at least {number}, got {getattr(info, name)}", field=name)
+    if len(info.epoch) != _EPOCH_BYTES:
+        raise ConfigError(f"epoch must have {_EPOCH_BYTES} bytes, got {len(info.epoch)}", field="epoch")
+    if not _is_name(info.instance_id):
+        raise ConfigError("instance_id must have 1 to 256 printable characters", field="instance_id")
+    if len(info.model_names) > _MAX_MODEL_NAMES or not all(map(_is_name, info.model_names)):
+        raise ConfigError(
+            f"model_names must be 1 to {_MAX_MODEL_NAMES}, of 1 to 256 printable characters each", field="model_names"
+        )
+
+
+def _is_name(text: str) -> bool:
+    return 1 <= len(text) <= 256 and text.isprintable()
 
 
 def _differs(field: str, here: object, there: object) -> FingerprintMismatchError:

@@ -18,7 +18,7 @@ _MOST = 256
 
 @dataclass(frozen=True, slots=True)
 class LostInstance:
-    """An instance that went away without a word.
+    """An instance that went away without deregistering or draining.
 
     Attributes:
         instance_id: Name of the instance.

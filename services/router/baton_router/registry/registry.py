@@ -402,16 +402,16 @@ class Registry:
         instance = self._instances.get(address)
         if instance is None or self._is_named(address):
             return
-        silent = lost
-        lost = lost and not instance.leaving and instance.info is not None
-        level, gone = (logging.WARNING, "lost") if lost else (logging.INFO, "forgotten")
-        log.log(level, "%s instance %s is %s: %s", instance.role, instance.instance_id, gone, why)
-        if lost and instance.status is Status.READY:
+        if not lost or instance.leaving or instance.info is None:
+            log.info("%s instance %s is forgotten: %s", instance.role, instance.instance_id, why)
+            self._remove(address, silent=lost)
+            return
+        log.warning("%s instance %s is lost: %s", instance.role, instance.instance_id, why)
+        if instance.status is Status.READY:
             self._metrics.lost.labels(instance.role.value).inc()
         reason = f"{why}; {instance.reason}" if instance.reason else why
-        self._remove(address, silent=silent)
-        if lost:
-            self.lost.add(instance, reason)
+        self._remove(address, silent=True)
+        self.lost.add(instance, reason)
 
     # --- inside ---
 

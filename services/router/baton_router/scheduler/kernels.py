@@ -26,8 +26,7 @@ SIDE_ROW = Layout("side_row", layout_of, matched="d", match_rate="d", work="d", 
 
 LINE_ROW = Layout("line_row", layout_of, block="q", size="q")
 LINES = Layout("lines", layout_of, row=LINE_ROW, columns="q", base="d", slope="d", oldest="d")
-PackedLines = tuple[int, int, int, float, float, float]
-"""Fields of ``LINES``, as :meth:`baton_router.scheduler.speeds.Lines.packed` returns them."""
+"""Fields as :meth:`baton_router.scheduler.speeds.Lines.packed` returns them."""
 
 MATCH_PREFILL = Layout("match_prefill", layout_of, load="d", speed="d", lately="d", total="d")
 """Terms of ``match_minus_load`` of a prefill instance, beside its match rate."""

@@ -16,6 +16,7 @@ import torch
 
 from baton.background import BackgroundThread
 from baton.config import EngineConfig
+from baton.config.worker import BUILT_IN_DRAFTERS
 from baton.engine.executor.base import Executor
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.chain import ChainDrafter
@@ -115,17 +116,7 @@ class BoundedDrafter:
                 call.set_exception(error)
 
 
-BUILT_IN = {
-    "draft": "baton.engine.speculation.chain:load_draft_model",
-    "eagle": "baton.engine.speculation.eagle:load_eagle",
-    "eagle3": "baton.engine.speculation.eagle:load_eagle",
-    "medusa": "baton.engine.speculation.medusa:load_medusa",
-    "mtp": "baton.engine.speculation.eagle:load_mtp",
-    "ngram": "baton.engine.speculation.lookup:NgramDrafter",
-    "suffix": "baton.engine.speculation.lookup:SuffixDrafter",
-}
-"""Methods of ``--speculative``: a new one is a file and a line here."""
-DRAFTERS = PluginGroup("speculative", "baton.drafters", BUILT_IN)
+DRAFTERS = PluginGroup("speculative", "baton.drafters", BUILT_IN_DRAFTERS)
 """Callables that take the :class:`EngineConfig` and the executor and return a :class:`Drafter`."""
 
 
@@ -147,5 +138,5 @@ def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
     drafter: Drafter = made
     if isinstance(drafter, ChainDrafter):
         drafter.tells_draws = config.speculative_acceptance == "rejection"
-    waits = name not in BUILT_IN or config.speculative_tp > 1
+    waits = name not in BUILT_IN_DRAFTERS or config.speculative_tp > 1
     return BoundedDrafter(drafter) if waits and not isinstance(drafter, ReadsHidden) else drafter

@@ -16,13 +16,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from baton.errors import ConfigError, DeadlineError, FingerprintMismatchError, InternalError, PipeClosedError
+from baton.errors import ConfigError, FingerprintMismatchError, InternalError, PipeClosedError
 from baton.kv_cache.arena import Arena, SharedDeviceArena
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.native_copy import fence
 from baton.kv_transfer.pipes.base import DeviceReadPipe, PipeKind, PipeOptions, Served
 from baton.kv_transfer.pipes.pool import WORD, Connection, PooledReadPipe, recv_progress, request_progress
-from baton.kv_transfer.pipes.read_server import send_progress
+from baton.kv_transfer.pipes.read_server import send_progress, wait_for_request
 from baton.kv_transfer.pipes.shm import (
     UnixPipeServer,
     dial_unix,
@@ -161,13 +161,7 @@ class CudaIpcServer(UnixPipeServer):
             for _, fd in exported:
                 os.close(fd)
         stream.send_all([b"".join(handle for handle, _ in exported)], wait, "passing handles of device memory")
-        while True:
-            try:
-                stream.wait_readable(Wait(time.monotonic() + limits.idle_s), "waiting for a request")
-            except DeadlineError:
-                return
-            if stream.peer_gone():
-                return
+        while wait_for_request(stream, limits):
             frame = Wait(time.monotonic() + limits.frame_s)
             _, length = recv_header(stream, {FrameKind.WAIT: WORD.size}, frame)
             payload = stream.recv_exact(length, frame, "reading a request")

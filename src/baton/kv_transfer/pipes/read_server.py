@@ -126,6 +126,15 @@ SendData = Callable[[Sequence[Buffer], Sequence[Buffer], Wait], None]
 """Sends an answer's head and its blocks."""
 
 
+def wait_for_request(stream: Stream, limits: ServeLimits) -> bool:
+    """Wait for the next frame of a peer; ``False``: it has hung up, or sent none for ``limits.idle_s``."""
+    try:
+        stream.wait_readable(Wait(time.monotonic() + limits.idle_s), "waiting for a request")
+    except DeadlineError:
+        return False
+    return not stream.peer_gone()
+
+
 def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: Answer | None = None) -> None:
     """Answer READ and WAIT frames until the peer hangs up, is idle for too long or breaks the protocol.
 
@@ -139,13 +148,7 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: A
         BatonError: Why the connection should end; the peer may be told.
     """
     suited = 0  # busy connections that the stream is fitted to
-    while True:
-        try:
-            stream.wait_readable(Wait(time.monotonic() + limits.idle_s), "waiting for a request")
-        except DeadlineError:
-            return
-        if stream.peer_gone():
-            return
+    while wait_for_request(stream, limits):
         wait = Wait(time.monotonic() + limits.frame_s)
         kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: WORD.size}, wait)
         with REQUESTS.reserve(length, stream.hung_up) if length > _SMALL_BYTES else contextlib.nullcontext():

@@ -7,9 +7,11 @@ import random
 
 import msgspec
 import pytest
-from tests.support.router.world import PROMPT, Answer, World, assert_right, make_request, read, run
-from tests.support.servers.fake_tokens import expected_tokens
+from tests.support.router.world import PROMPT, Answer, World, assert_right, make_request, read, registration, run
+from tests.support.servers.fake_tokens import VOCAB_SIZE, expected_tokens
+from tests.support.servers.fake_worker import FakeWorker
 
+from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import (
     CancelledError,
     DeadlineError,
@@ -402,4 +404,53 @@ async def test_cancel_and_migration_with_a_token(world: World) -> None:
     assert answer.tokens[0] == expected_tokens(PROMPT, 5, seed=5)
     await stream.aclose()
     await other.wait_until(lambda: bool(other.state.cancelled))
+    router.assert_nothing_held()
+
+
+async def test_an_instance_that_ends_calls_by_a_deadline_of_its_own_is_left(world: World) -> None:
+    """The router counts a request's time itself: an instance that says it is over has failed, and others have not."""
+    wrong, right = await world.decodes(2)
+    router = await world.cluster([], [wrong, right], breaker_failures=2)
+    wrong.state.refuse = DeadlineError("too late")
+    for at in range(8):
+        request = make_request(f"r{at}", list(range(at, at + 32)))
+        assert_right(await run(router, request), request)
+    refused_at = [at for at in range(8) if f"r{at}~2" in {x.request_id for x in right.state.requests}]
+    assert 1 <= len(refused_at) <= 2  # then its breaker is open
+    router.assert_nothing_held()
+
+
+class Babbler(FakeWorker):
+    """A decode instance whose tokens are beyond its vocabulary, in messages of their own or among others'."""
+
+    alone = True
+
+    def _response(
+        self,
+        request: worker_pb2.GenerateRequest,
+        outputs: list[list[int]],
+        trace: common_pb2.RequestTrace | None,
+        last: bool,
+    ) -> worker_pb2.GenerateResponse:
+        response = super()._response(request, outputs, trace, last)
+        if self.alone == (trace is None):
+            response.deltas[0].token_ids[0] = VOCAB_SIZE
+        return response
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_tokens_beyond_the_vocabulary_are_a_fault_of_their_instance(world: World, alone: bool) -> None:
+    wrong = Babbler(Role.DECODE, "wrong")
+    wrong.alone = alone
+    await wrong.start()
+    world.stack.push_async_callback(wrong.stop)
+    router = await world.cluster([], [wrong])
+    with pytest.raises(InternalError, match="vocabulary"):
+        await run(router, make_request())
+    (right,) = await world.decodes(1)
+    router.registry.register(registration(right))
+    await router.ready(right)
+    for at in range(3):
+        request = make_request(f"r{at}")
+        assert_right(await run(router, request), request)
     router.assert_nothing_held()

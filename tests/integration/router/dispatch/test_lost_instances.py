@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.router.world import Router, World, registration
 from tests.support.servers.fake_worker import FakeWorker
-from tests.support.watched import watched_router
+from tests.support.watched import Watched, watched_router
 
 from baton.cli.main import main
 from baton.types import Role
@@ -45,7 +46,7 @@ def let_lease_end(router: Router, leases: dict[str, str], *others: FakeWorker) -
 
 async def test_a_hung_instance_stays_in_sight_at_0_for_minutes(world: World) -> None:
     decodes = await world.decodes(2)
-    router = await world.router(lease_ttl_s=10.0, probe_timeout_s=0.2)
+    router = await world.router(lease_ttl_s=10.0, probe_timeout_s=1.0)
     proxy = await world.proxy(decodes[0])
     message = registration(decodes[0])
     message.address = f"127.0.0.1:{proxy.port}"
@@ -135,6 +136,12 @@ async def test_a_static_instance_is_counted_once_per_loss(world: World) -> None:
         await router.ready(decodes[0])
 
 
+async def console(watched: Watched) -> list[dict[str, Any]]:
+    """Return the instances that the console shows."""
+    found: list[dict[str, Any]] = (await watched.get("/debug/console"))["instances"]
+    return found
+
+
 async def test_status_and_console_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with watched_router(tmp_path, decodes=1) as watched:
         registry = watched.app.registry
@@ -149,8 +156,10 @@ async def test_status_and_console_say_so(tmp_path: Path, capsys: pytest.CaptureF
         await watched.until(lambda: len(registry.ready(Role.DECODE)) == 1)
         registry.leases.extend(-3600)  # its lease ends
         registry.expire()
-        await asyncio.sleep(0.5)  # the console's data are made at most twice a second
-        (lost,) = (x for x in (await watched.get("/debug/console"))["instances"] if x["status"] == "lost")
+        async with asyncio.timeout(240):  # the console's data are made at most twice a second
+            while not (shown := [x for x in await console(watched) if x["status"] == "lost"]):
+                await asyncio.sleep(0.01)
+        (lost,) = shown
         assert (lost["id"], lost["role"]) == ("d1", "decode")
         assert lost["lost_s"] >= 0
         assert "its lease ran out" in lost["reason"]

@@ -10,8 +10,12 @@ from tests.support.router.world import Router, World, make_request
 from tests.support.servers.fake_worker import FakeWorker
 
 from baton.errors import DeadlineError
+from baton.rpc.multiplex import Call
+from baton.tracing import Span
 from baton_router.dispatch.event_loop import PLACE
 from baton_router.dispatch.interface import RoutedChunk
+from baton_router.dispatch.request import DispatchMetrics
+from baton_router.dispatch.retry import Breakers
 
 
 class Sink:
@@ -75,6 +79,31 @@ async def test_a_request_that_is_cancelled_before_its_place_takes_none(cluster: 
     await asyncio.sleep(0)
     assert router.metric("decisions_total", policy="match_minus_load") == 0
     assert not sink.ends
+
+
+@pytest.mark.parametrize(
+    "fault", [(DispatchMetrics, "observe_trace"), (Span, "end"), (Call, "close"), (Breakers, "request_ended")]
+)
+async def test_a_fault_in_the_end_of_a_request_leaves_nobody_waiting(
+    world: World, fault: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object, **fields: object) -> None:
+        raise ZeroDivisionError("in the end")
+
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode])
+    sink = Sink()
+    with monkeypatch.context() as patch:
+        patch.setattr(*fault, fail)
+        router.dispatcher.start(make_request(), sink)
+        async with asyncio.timeout(60):
+            await sink.ended.wait()
+    (end,) = sink.ends
+    await router.until(lambda: router.dispatcher.num_in_flight == 0)
+    router.assert_nothing_held()
+    assert not router.dispatcher._context.deadlines._due
+    logged = any("in the end" in (record.exc_text or "") for record in caplog.records)
+    assert logged or isinstance(end, ZeroDivisionError)  # which the sink logs
 
 
 async def test_a_request_whose_time_ends_between_place_and_call_fails(cluster: tuple[Router, FakeWorker]) -> None:

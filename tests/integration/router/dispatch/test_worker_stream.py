@@ -114,6 +114,24 @@ async def test_a_reader_that_fails_hinders_no_other_when_the_stream_breaks(opene
     assert failure is not None
 
 
+async def test_a_reader_that_fails_learns_that_its_call_ended(opened: Opened) -> None:
+    (stream, wire, _), fine = opened, Notes()
+
+    class Failing(Notes):
+        def on_tokens(self, token_ids: list[int]) -> None:
+            raise ZeroDivisionError("of ours")
+
+    failing = Failing()
+    stream.start(REQUEST, failing)
+    stream.start(REQUEST, fine)
+    wire.say(worker_pb2.GenerateManyResponse(token_calls=[1, 2], token_ids=[7, 8]))
+    await asyncio.sleep(0)  # the turn's end
+    (failure,) = failing.ends
+    assert failure is not None
+    assert isinstance(failure.error, InternalError)
+    assert (fine.tokens, fine.ends) == ([8], [])
+
+
 async def test_calls_fail_when_nothing_can_be_sent(opened: Opened) -> None:
     (stream, wire, _), notes = opened, Notes()
 

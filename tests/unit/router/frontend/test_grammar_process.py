@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -62,6 +63,14 @@ def test_a_grammar_that_would_take_for_ever_or_end_the_process_is_refused(
     assert caught.value.seconds == 0.25 + START_S
     grammar, _ = processes.make(StructuredOutputs(json={"type": "integer"}))  # and the next one is made
     assert grammar.kind == "json_schema"
+
+
+def test_the_process_gives_way_to_the_router(processes: GrammarProcesses) -> None:
+    processes.make(StructuredOutputs(json={"type": "integer"}))
+    this = psutil.Process()
+    theirs = [each.nice() for each in this.children() if "grammar_process" in " ".join(each.cmdline())]
+    assert theirs
+    assert min(theirs) > this.nice()
 
 
 def test_a_grammar_that_ends_its_process_costs_others_no_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,9 @@ class Directory:
         with open(fd, "rb") as file:
             header = decode_store(file.read(1024))
         if header is None:
-            raise ConfigError(f"disk_path {self.path}: its file {_STORE!r} is damaged", field="disk_path")
+            raise ConfigError(
+                f"disk_path {self.path}: its file {_STORE!r} is damaged: delete what is in it", field="disk_path"
+            )
         version, secret = header
         if version != VERSION:
             message = f"disk_path {self.path} has format {version}, this program reads {VERSION}"

@@ -12,7 +12,7 @@ import orjson
 from google.protobuf.message import Message
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.errors import BatonError, ContextLengthError, InvalidRequestError
+from baton.errors import BatonError, ContextLengthError, InternalError, InvalidRequestError
 from baton.grammar import StructuredOutputs
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits
@@ -102,8 +102,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 async for chunk in chunks:
                     yield _response(asked.request_id, chunk)
             status = "ok"
-        except BatonError as error:
-            status = error.code
+        except Exception as error:
+            status = error.code if isinstance(error, BatonError) else InternalError.code
             raise
         finally:
             if self._access_log:

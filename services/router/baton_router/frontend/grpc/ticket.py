@@ -207,24 +207,30 @@ class TicketDesk:
             raise UnavailableError("too many requests run by tickets", retry_after_s=1.0)
         prepared = await self._processor.prepare(request)
         run = _DirectRun(prepared, self._processor.clock(prepared), self._processor.decisions)
+        reserved = None
         try:
             reserved = await self._dispatcher.reserve(prepared.routed)
+            return self._issue(self._key, prepared, run, reserved)
         except BaseException as error:
             run.fail(error)
+            if reserved is not None:
+                reserved.end(InternalError.code)
             raise
+
+    def _issue(
+        self, key: bytes, prepared: PreparedRequest, run: _DirectRun, reserved: Reserved
+    ) -> router_pb2.RouteResponse:
+        """Sign a ticket for a reservation, and keep the reservation."""
         run.placed(reserved.placement.decision)
         message = reserved.message
         decode = reserved.placement.decode
         assert decode.info is not None  # known of every instance that can be chosen
-        sign(self._key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
+        sign(key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
         most = message.sampling.n * message.sampling.max_tokens
         now = self._now()
         fingerprint = decode.info.fingerprint
         kv_bytes = fingerprint.block_bytes / fingerprint.block_size
-        self._open[message.request_id] = _Open(
-            reserved, run, now + max(START_S, LEASE_S), most, now, prepared.prompt_tokens, kv_bytes
-        )
-        return router_pb2.RouteResponse(
+        response = router_pb2.RouteResponse(
             decision=reserved.placement.decision.to_pb(),
             direct=router_pb2.DirectPlacement(
                 address=decode.address,
@@ -234,6 +240,10 @@ class TicketDesk:
                 model_path=prepared.info.path,
             ),
         )
+        self._open[message.request_id] = _Open(
+            reserved, run, now + max(START_S, LEASE_S), most, now, prepared.prompt_tokens, kv_bytes
+        )
+        return response
 
     def note(self, request: router_pb2.NoteDirectRequest) -> bool:
         """Record a client's notice of its request.
@@ -265,8 +275,10 @@ class TicketDesk:
     def _end(self, name: str, outcome: str) -> None:
         reservation = self._open.pop(name)
         status = _CODES.get(outcome, outcome)
-        reservation.reserved.end("ok" if status == "done" else status)
-        reservation.run.end(status)
+        try:
+            reservation.reserved.end("ok" if status == "done" else status)
+        finally:
+            reservation.run.end(status)
         self._ended.labels(outcome).inc()
 
     async def _tick(self) -> None:

@@ -8,7 +8,6 @@ take a second, the text of a million tokens takes a few milliseconds.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import re
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any
 
 import orjson
 
-from baton.allocator import return_free_memory
 from baton.errors import InvalidRequestError
 from baton_router.processor.turns import TurnThreads
 
@@ -156,7 +154,6 @@ class BodyBudget:
         self._bodies: dict[Body, None] = {}
         self._tenants: dict[str, _TenantBodies] = {}
         self._waiting: dict[Body, str] = {}
-        self._peak = 0
         self.num_bytes = 0
 
     def open(self, tenant: str, resume: Callable[[], object]) -> Body:
@@ -179,7 +176,6 @@ class BodyBudget:
         body.data += piece
         of_tenant.num_bytes += len(piece)
         self.num_bytes += len(piece)
-        self._peak = max(self._peak, self.num_bytes)
         body.waits = len(body.data) > self._free and not self._may_grow(body, tenant)
         if body.waits:
             self._waiting[body] = tenant
@@ -202,20 +198,12 @@ class BodyBudget:
             if self._may_grow(other, its_tenant):
                 del self._waiting[other]
                 other.resume()
-        if not self._bodies:
-            self._trim()
 
     def _may_grow(self, body: Body, tenant: str) -> bool:
         of_tenant = self._tenants[tenant]
         if self.num_bytes >= self._most:
             return next(iter(self._bodies)) is body
         return of_tenant.num_bytes < self._share or next(iter(of_tenant.bodies)) is body
-
-    def _trim(self) -> None:
-        """Return the memory of many bodies to the system, which the allocator would keep."""
-        if self._peak > self._share // 2:
-            asyncio.get_running_loop().run_in_executor(None, return_free_memory)
-        self._peak = 0
 
 
 class BodyDecoder:

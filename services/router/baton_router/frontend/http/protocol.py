@@ -84,6 +84,15 @@ def unreadable(error: httptools.HttpParserError) -> HTTPException:
     return HTTPException(400, f"this is no HTTP request: {reason[:1].lower()}{reason[1:]}")
 
 
+def _find_refusal(error: httptools.HttpParserError) -> HTTPException:
+    """Return what a callback refused the request with, or else an error that says what the parser found.
+
+    The request keeps it. Its traceback, whose frames have the request and the bytes that were parsed, must go.
+    """
+    cause = error.__context__
+    return cause.with_traceback(None) if isinstance(cause, HTTPException) else unreadable(error)
+
+
 def too_long_target() -> HTTPException:
     """Return the error for a request line that is too long."""
     return HTTPException(414, f"path and query must be at most {MAX_TARGET_BYTES} bytes")
@@ -122,6 +131,7 @@ _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
 )
+_FAILED_BODY = orjson.dumps(error_object(500, "something went wrong inside Baton", code="internal"))
 _REFUSED_S = 1.0
 """Seconds that a refused client has to read the error."""
 _WARNING_INTERVAL_S = 60.0
@@ -160,7 +170,7 @@ class Handler(Protocol):
         """Serve a request, now or later; must not raise. It frees the body with ``exchange.close_body()``."""
 
     def refuse(self, exchange: HttpExchange, error: Exception) -> None:
-        """Respond to a request with an error."""
+        """Respond to a request with an error; must not raise."""
 
 
 class Exchange:
@@ -226,6 +236,10 @@ class Exchange:
 
     def finish(self, piece: bytes) -> None:
         """Send the last piece, which must not be empty."""
+
+    def fail(self) -> None:
+        """End an answer that nothing else can end, with 500 if it has not begun."""
+        self.respond(500, b"content-type: application/json\r\n", _FAILED_BODY)
 
     def abort(self) -> None:
         """Abort an answer that cannot be completed: its client does not read."""
@@ -431,10 +445,18 @@ class HttpExchange(Exchange):
         self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
         self._end()
 
+    def fail(self) -> None:
+        if self.response_complete:
+            return
+        if self.status:
+            self.abort()
+        else:
+            self.respond(500, b"content-type: application/json\r\n", _FAILED_BODY)
+
     def abort(self) -> None:
         self.response_complete = True
-        self._count()
         self._connection.transport.abort()
+        self._count()
 
     # --- inside ---
 
@@ -465,11 +487,12 @@ class HttpExchange(Exchange):
             self._timer = None
 
     def _begin(self, status: int, headers: bytes) -> bytes:
-        self.status = status
         if not self.keep_alive:
             headers += b"connection: close\r\n"
         default = b"".join([b"%b: %b\r\n" % header for header in self._connection.server_state.default_headers])
-        return b"%b%b%b%b\r\n" % (STATUS_LINE[status], default, self.common, headers)
+        head = b"%b%b%b%b\r\n" % (STATUS_LINE[status], default, self.common, headers)
+        self.status = status
+        return head
 
     def _write(self, data: bytes) -> None:
         if not self.disconnected:
@@ -748,8 +771,7 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            cause = error.__context__
-            self._refuse(cause if isinstance(cause, HTTPException) else unreadable(error))
+            self._refuse(_find_refusal(error))
             return
         if self._in_head and self._head_timer is None:  # the rest of a head is still to come
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)

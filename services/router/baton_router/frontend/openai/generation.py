@@ -19,14 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from baton.api.v1 import common_pb2
+from baton.background import create_task
 from baton.errors import (
     BatonError,
     DeadlineError,
     InternalError,
-    PermissionDeniedError,
-    QueueFullError,
-    UnauthenticatedError,
-    UnavailableError,
 )
 from baton.rpc.convert import path_to_pb
 from baton.rpc.multiplex import TokenWriter
@@ -295,7 +292,7 @@ class PostEndpoints:
                 exchange.account = identify(options.accounts, headers, endpoint=exchange.path, peer=exchange.peer)
             if exchange.in_turn:  # else the requests before may be what the tenant may have at once
                 self.processor.check_limits(exchange.account)  # before the body is read, which may be long
-        except (UnauthenticatedError, PermissionDeniedError, QueueFullError) as error:
+        except Exception as error:
             return error
         return check_media(headers, exchange.max_body_bytes)
 
@@ -306,7 +303,7 @@ class PostEndpoints:
             return most
         try:
             return max_body_bytes(self.processor.model_info().max_model_len)
-        except UnavailableError:
+        except BatonError:
             return MAX_BODY_BYTES  # it is refused for that when it is served
 
     def serve(self, exchange: Exchange, body: bytes | bytearray) -> None:
@@ -353,7 +350,9 @@ class PostEndpoints:
             await self._serve_plain(exchange, endpoint, value)
 
     def _begin(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = create_task(
+            work, "request", detail=exchange.request_id, on_failure=functools.partial(self.refuse, exchange)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         exchange.on_gone = task.cancel
@@ -369,7 +368,17 @@ class PostEndpoints:
         else:
             exchange.respond(200, headers + _JSON_HEADER, answer)
 
-    def refuse(self, exchange: Exchange, error: Exception) -> None:
+    def refuse(self, exchange: Exchange, error: BaseException) -> None:
+        """Respond to a request with an error; with a plain 500 if there is no response for it."""
+        try:
+            if exchange.status:
+                raise InternalError("an answer that has begun cannot become another") from error
+            self._respond_error(exchange, error)
+        except Exception as failure:
+            hide(failure, exchange)
+            exchange.fail()
+
+    def _respond_error(self, exchange: Exchange, error: BaseException) -> None:
         if not isinstance(error, BatonError | HTTPException):
             error = hide(error, exchange)
         endpoint = self._endpoints[exchange.path]
@@ -454,7 +463,9 @@ class Generation:
             self._prepared.append(prepared)
             self._endpoints.steps.schedule(START, Generation._start, self)
         else:
-            self._preparing = asyncio.get_running_loop().create_task(self._prepare())
+            self._preparing = create_task(
+                self._prepare(), "preparation", detail=self._exchange.request_id, on_failure=self._fail
+            )
 
     async def _prepare(self) -> None:
         try:
@@ -565,10 +576,14 @@ class Generation:
             self._fail(failure)
             return
         self._close()
-        if self._started:
-            self._exchange.finish(self._unsent + data)
-        else:
-            self._exchange.respond(200, head + _JSON_HEADER, data)
+        try:
+            if self._started:
+                self._exchange.finish(self._unsent + data)
+            else:
+                self._exchange.respond(200, head + _JSON_HEADER, data)
+        except Exception as failure:
+            hide(failure, self._exchange)
+            self._exchange.fail()
 
     def _head(self) -> bytes:
         """Return the header lines of an answer, without those of its body."""
@@ -595,7 +610,7 @@ class Generation:
         self._close()
         self._exchange.abort()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Respond with an error, or end a started stream with one."""
         if self._ended:
             return
@@ -604,13 +619,20 @@ class Generation:
         if not self._started:
             self._endpoints.refuse(exchange, error)
             return
+        try:
+            exchange.finish(self._unsent + self._error_event(error))
+        except Exception as failure:
+            hide(failure, exchange)
+            exchange.fail()
+
+    def _error_event(self, error: BaseException) -> bytes:
+        assert isinstance(self._formatter, EventStream)
         if not isinstance(error, BatonError):
-            exchange.status = 500  # for the metrics: the head with 200 is sent
-            error = hide(error, exchange)
+            self._exchange.status = 500  # for the metrics: the head with 200 is sent
+            error = hide(error, self._exchange)
         elif error.field:
             error = self._endpoint.names.rename(error)
-        assert isinstance(self._formatter, EventStream)
-        exchange.finish(self._unsent + self._formatter.error(error))
+        return self._formatter.error(error)
 
     def _close(self) -> None:
         if self._ended:
@@ -623,7 +645,10 @@ class Generation:
         if self._preparing is not None:
             self._preparing.cancel()
         for running in self._running:
-            running.cancel()
+            try:
+                running.cancel()
+            except Exception as failure:  # the others must end, too, and the client needs its answer
+                hide(failure, self._exchange)
         self._running.clear()  # breaks the reference cycle, so that everything is freed at once
 
 
@@ -631,7 +656,7 @@ _OWN_HEADERS = frozenset({b"content-length", b"connection"})
 """Headers of error responses that the exchange writes itself."""
 
 
-def hide(error: Exception, exchange: Exchange) -> InternalError:
+def hide(error: BaseException, exchange: Exchange) -> InternalError:
     """Log an error that clients must not see, and return the one for them."""
     log.error(
         "request %s to %s failed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -26,11 +26,12 @@ class _Kept(NamedTuple):
     conversation: bytes
     body: bytes | None
     inputs: bytes
-    item_ids: tuple[str, ...]
+    outputs: Mapping[str, bytes]
 
     @property
     def size(self) -> int:
-        return len(self.conversation) + len(self.body or b"") + len(self.inputs) + sum(map(len, self.item_ids))
+        items = sum(len(ident) + len(item) for ident, item in self.outputs.items())
+        return len(self.conversation) + len(self.body or b"") + len(self.inputs) + items
 
 
 class ResponseStore:
@@ -53,9 +54,8 @@ class ResponseStore:
         account: Account | None,
         ident: str,
         conversation: Any,
-        body: bytes | None = None,
+        body: Mapping[str, Any] | None = None,
         inputs: Sequence[Mapping[str, Any]] = (),
-        item_ids: Iterable[str] = (),
     ) -> None:
         """Store a response, unless it takes more than an eighth of an account's bytes.
 
@@ -63,17 +63,18 @@ class ResponseStore:
             account: Account of the request; ``None`` without API keys.
             ident: Identifier of the response.
             conversation: The conversation, including the response: messages of a chat, or a thread.
-            body: The response object as JSON; ``None`` of threads.
+            body: The response object; ``None`` of threads.
             inputs: Items of the response's input.
-            item_ids: Identifiers of the response's output items.
         """
-        entry = _Kept(orjson.dumps(conversation), body, orjson.dumps(inputs) if inputs else b"", tuple(item_ids))
+        outputs = {item["id"]: orjson.dumps(item) for item in body["output"]} if body is not None else {}
+        rest = orjson.dumps({**body, "output": []}) if body is not None else None
+        entry = _Kept(orjson.dumps(conversation), rest, orjson.dumps(inputs) if inputs else b"", outputs)
         owner = _owner(account)
         if entry.size > MAX_BYTES // 8:
             return
         kept = self._kept.setdefault(owner, OrderedDict())
         kept[ident] = entry
-        self._items.update(((owner, item_id), ident) for item_id in entry.item_ids)
+        self._items.update(((owner, item_id), ident) for item_id in outputs)
         self._sizes[owner] = self._sizes.get(owner, 0) + entry.size
         while len(kept) > MAX_RESPONSES or self._sizes[owner] > MAX_BYTES:
             self._drop(owner, next(iter(kept)))
@@ -88,8 +89,8 @@ class ResponseStore:
         Raises:
             NotFoundError: The account has no such response, or not any more.
         """
-        found, _ = self._find(account, ident, "previous_response_id")
-        messages: list[dict[str, Any]] = orjson.loads(found)
+        found = self._find(account, ident, "previous_response_id")
+        messages: list[dict[str, Any]] = orjson.loads(found.conversation)
         return messages
 
     def thread(self, account: Account | None, ident: str) -> dict[str, Any]:
@@ -105,8 +106,8 @@ class ResponseStore:
         thread: dict[str, Any] = orjson.loads(kept.conversation)
         return thread
 
-    def item(self, account: Account | None, item_id: str, field: str) -> dict[str, Any]:
-        """Return an output item of a response.
+    def item(self, account: Account | None, item_id: str, field: str) -> bytes:
+        """Return an output item of a response as JSON.
 
         Args:
             account: Account of the request; ``None`` without API keys.
@@ -119,9 +120,7 @@ class ResponseStore:
         ident = self._items.get((_owner(account), item_id))
         if ident is None:
             raise NotFoundError(f"{field}: there is no item {shown(item_id)} here (any more)", field=field)
-        _, body = self._find(account, ident, field)
-        item: dict[str, Any] = next(each for each in orjson.loads(body)["output"] if each["id"] == item_id)
-        return item
+        return self._kept[_owner(account)][ident].outputs[item_id]
 
     def body(self, account: Account | None, ident: str) -> bytes:
         """Return a response as JSON.
@@ -129,8 +128,10 @@ class ResponseStore:
         Raises:
             NotFoundError: The account has no such response, or not any more.
         """
-        _, body = self._find(account, ident, "response_id")
-        return body
+        kept = self._find(account, ident, "response_id")
+        body = orjson.loads(kept.body or b"")
+        body["output"] = [orjson.Fragment(item) for item in kept.outputs.values()]
+        return orjson.dumps(body)
 
     def delete(self, account: Account | None, ident: str) -> None:
         """Delete a response.
@@ -156,9 +157,7 @@ class ResponseStore:
     async def list_inputs(self, request: Request) -> Response:
         """Serve ``GET`` of ``/v1/responses/{response_id}/input_items``."""
         ident = request.path_params["response_id"]
-        account = account_of(request)
-        self._find(account, ident, "response_id")
-        items = orjson.loads(self._kept[_owner(account)][ident].inputs or b"[]")
+        items = orjson.loads(self._find(account_of(request), ident, "response_id").inputs or b"[]")
         query = request.query_params
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -186,17 +185,17 @@ class ResponseStore:
         kept = self._kept.get(_owner(account))
         return None if kept is None else kept.get(ident)
 
-    def _find(self, account: Account | None, ident: str, name: str) -> tuple[bytes, bytes]:
-        """Return the conversation and the body of a response."""
+    def _find(self, account: Account | None, ident: str, name: str) -> _Kept:
+        """Return what is stored of a response."""
         kept = self._entry(account, ident)
         if kept is None or kept.body is None:
             raise NotFoundError(f"{name}: there is no response {shown(ident)} here (any more)", field=name)
-        return kept.conversation, kept.body
+        return kept
 
     def _drop(self, owner: str, ident: str) -> None:
         entry = self._kept[owner].pop(ident)
         self._sizes[owner] -= entry.size
-        for item_id in entry.item_ids:
+        for item_id in entry.outputs:
             del self._items[owner, item_id]
         if not self._kept[owner]:
             del self._kept[owner], self._sizes[owner]

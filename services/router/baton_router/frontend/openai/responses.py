@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -49,6 +49,8 @@ from baton_router.types import Account
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
+MAX_REFERRED_BYTES = 8 << 20
+"""Of stored items that one request refers to: a reference is much shorter than what it stands for."""
 
 
 _PART = object_schema({"type": {"enum": list(TEXT_PARTS)}, "text": STRING})
@@ -174,11 +176,10 @@ class ResponseSettings(msgspec.Struct):
     account: Account | None
     store: ResponseStore | None
 
-    def store_response(self, message: dict[str, Any], body: bytes, item_ids: Iterable[str]) -> None:
-        """Store the conversation with its answer, and the response as JSON."""
+    def store_response(self, message: dict[str, Any], body: dict[str, Any]) -> None:
+        """Store the conversation with its answer, and the response."""
         if self.store is not None:
-            conversation = [*self.messages, message]
-            self.store.add(self.account, self.ident, conversation, body, self.inputs, item_ids)
+            self.store.add(self.account, self.ident, [*self.messages, message], body, self.inputs)
 
 
 def parse_response(value: Any, account: Account | None, store: ResponseStore) -> OpenAIRequest:
@@ -301,7 +302,7 @@ class _Input:
     Args:
         tools: Takes the tools of items.
         settings: ``reasoning`` and ``text`` of the request, which items change.
-        find_item: Returns a stored item by its identifier; its second argument is the place for errors.
+        find_item: Returns a stored item as JSON by its identifier; its second argument is the place for errors.
 
     Attributes:
         messages: The messages so far.
@@ -312,9 +313,10 @@ class _Input:
         self,
         tools: ResponseTools,
         settings: dict[str, dict[str, Any]],
-        find_item: Callable[[str, str], dict[str, Any]],
+        find_item: Callable[[str, str], bytes],
     ) -> None:
         self._find_item = find_item
+        self._referred_bytes = 0
         self.messages: list[dict[str, Any]] = []
         self.settings = settings
         self._tools = tools
@@ -366,7 +368,11 @@ class _Input:
                 if not isinstance(item.get("id"), str):
                     raise invalid_field(f"{place}.id", "must be a string")
                 self._open = reasoned
-                self._add(self._find_item(item["id"], f"{place}.id"), place)
+                found = self._find_item(item["id"], f"{place}.id")
+                self._referred_bytes += len(found)
+                if self._referred_bytes > MAX_REFERRED_BYTES:
+                    raise invalid_field(place, f"refers to more than {MAX_REFERRED_BYTES} bytes, with those before it")
+                self._add(orjson.loads(found), place)
             case "additional_tools":
                 self._tools.add(item.get("tools"), f"{place}.tools")
             case "configuration_update":
@@ -599,10 +605,9 @@ class _Response:
     def store(self, body: dict[str, Any]) -> bytes:
         """Store the conversation and the response object; return the latter as JSON."""
         message = message_of(self._events, reasoning=True)
-        data = orjson.dumps(body)
         stored = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
-        self._settings.store_response(stored, data, (item["id"] for item in self._items.items))
-        return data
+        self._settings.store_response(stored, body)
+        return orjson.dumps(body)
 
 
 class WholeResponse(WholeAnswer):

@@ -390,6 +390,8 @@ class P2PConsumer(LoadingConnector):
                     if isinstance(event, Queued):
                         self._require_soon(event, state)
                     elif isinstance(event, Accepted):
+                        if event.source.fingerprint.block_size < 1:
+                            raise StaleBlockError("its block_size is 0", field="block_size")
                         attempt = _Attempt(load, event.source, self._block_size)
                         self._record_source(address, event.source)
                     elif isinstance(event, Offer):

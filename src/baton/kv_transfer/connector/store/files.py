@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import secrets
+import stat
 import threading
 import time
 from collections import deque
@@ -125,8 +126,10 @@ class BlockFormat:
             DamagedFileError: Size, header or checksum are wrong.
             OSError: The file does not exist or cannot be read.
         """
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedFileError("it is no file")
             if status.st_size != self.file_bytes:
                 raise DamagedFileError(f"{status.st_size} bytes instead of {self.file_bytes}")
             header = file.read(self._header_bytes)
@@ -522,6 +525,10 @@ class FileStore(StoreBackend):
         if late:
             raise DeadlineError("the file system is too slow")
         return [value for wait in waits for value in wait.result()]
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in the place of a file is not waited for
 
 
 def _open_private(path: str, flags: int) -> int:

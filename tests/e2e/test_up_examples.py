@@ -5,26 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.servers.up import Running, running_up
+from tests.support.servers.up import Running
 
 pytestmark = pytest.mark.slow
 SCRIPTS = sorted(Path("examples/sdk").glob("*.py"))
-
-
-@pytest.fixture(scope="module")
-def up(model, tmp_path_factory) -> Iterator[Running]:
-    key = tmp_path_factory.mktemp("key") / "key"
-    key.write_bytes(b"0123456789abcdef")
-    key.chmod(0o600)
-    flag = f"--ticket-key-file {key}"
-    with running_up(
-        "--ratio", "1P1D", "--dtype", "float32", "--model", model, "--router-args", flag, "--decode-args", flag
-    ) as running:
-        yield running
 
 
 def chat(out: str) -> None:

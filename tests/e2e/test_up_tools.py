@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-from tests.support.servers.up import Running, running_up
+from tests.support.servers.up import Running
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,12 +24,6 @@ WEATHER: dict[str, Any] = PARAMETERS | {
     "properties": {**PARAMETERS["properties"], "days": {"type": "integer", "minimum": 1, "maximum": 7}}
 }
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
-
-
-@pytest.fixture(scope="module")
-def up(model: str) -> Iterator[Running]:
-    with running_up("--ratio", "1P1D", "--dtype", "float32", "--model", model) as running:
-        yield running
 
 
 def example(name: str, url: str) -> dict[str, Any]:
