@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
-from tests.support.scripted import ANSWER, EOS, MODEL, encode
+from tests.support.scripted import ANSWER, EOS, MODEL, TINY, encode
 from tests.support.servers.http_front import CHAT, Served
+
+from baton_router.frontend.openai.answer import LogprobWriter
+from baton_router.types import ModelInfo
 
 TOKENS = len(encode(ANSWER)) + 1
 
@@ -81,6 +85,58 @@ async def test_async_sdk_many_at_once(api: Served) -> None:
             return "".join([part.choices[0].delta.content or "" async for part in parts])
 
         assert set(await asyncio.gather(*(one(at % 2 == 0) for at in range(20)))) == {ANSWER}
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions", "prompts", "responses"])
+def test_many_log_probabilities_are_written_beside_the_event_loop(
+    api: Served, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    threads: set[str] = set()
+    for name in ("chat", "completion", "prompt"):
+
+        def write(writer: Any, *args: Any, method: Any = getattr(LogprobWriter, name)) -> Any:
+            threads.add(threading.current_thread().name)
+            return method(writer, *args)
+
+        monkeypatch.setattr(LogprobWriter, name, write)
+    loop = api.thread.name
+    api.dispatcher.per_chunk = 100
+    small = api.http.post("/v1/completions", json={"prompt": "x", "logprobs": 2, "max_tokens": 200}).json()
+    assert threads == {loop}
+    assert small["choices"][0]["logprobs"]["tokens"]
+    threads.clear()
+
+    api.dispatcher.info = ModelInfo("baton-tiny", str(TINY), 2048, 4096, frozenset({2, EOS}))
+    api.dispatcher.script = lambda request, index: encode(ANSWER * 10)
+    long = len(encode(ANSWER * 10)) + 1
+    if kind == "chat":
+        body = {"messages": CHAT, "logprobs": True, "top_logprobs": 20, "max_tokens": 1000, "n": 2, "temperature": 0}
+        answer = api.http.post("/v1/chat/completions", json=body).json()
+        contents = [choice["logprobs"]["content"] for choice in answer["choices"]]
+        assert [[len(item["top_logprobs"]) for item in content] for content in contents] == 2 * [long * [20]]
+    elif kind == "completions":
+        body = {"prompt": "a b c d " * 40, "logprobs": 20, "echo": True, "max_tokens": 1000, "n": 2, "temperature": 0}
+        answer = api.http.post("/v1/completions", json=body).json()
+        length = answer["usage"]["prompt_tokens"] + long
+        for choice in answer["choices"]:
+            assert {name: len(column) for name, column in choice["logprobs"].items()} == dict.fromkeys(
+                ("tokens", "token_logprobs", "top_logprobs", "text_offset"), length
+            )
+            assert choice["logprobs"]["text_offset"] == sorted(choice["logprobs"]["text_offset"])
+            assert choice["logprobs"]["top_logprobs"][0] is None
+    elif kind == "prompts":
+        body = {"prompt": ["a b c d " * 40] * 2, "prompt_logprobs": 20, "max_tokens": 1}
+        answer = api.http.post("/v1/completions", json=body).json()
+        prompts = [choice["prompt_logprobs"] for choice in answer["choices"]]
+        assert sum(map(len, prompts)) == answer["usage"]["prompt_tokens"]
+        assert all(prompt[0] is None and len(prompt[1]) >= 20 for prompt in prompts)
+    else:
+        body = {"input": "x", "top_logprobs": 20, "include": ["message.output_text.logprobs"], "temperature": 0}
+        answer = api.http.post("/v1/responses", json=body).json()
+        assert len(answer["output"][0]["content"][0]["logprobs"]) == long - 1
+        assert api.http.get(f"/v1/responses/{answer['id']}").json() == answer
+    assert threads
+    assert loop not in threads
 
 
 def test_chat_logprobs(api: Served) -> None:

@@ -54,6 +54,7 @@ from baton_router.frontend.openai.schemas import (
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk
+from baton_router.processor.turns import TurnThreads
 from baton_router.scheduler.decision import Decision
 from baton_router.types import Account
 
@@ -238,6 +239,8 @@ _EVENT_HEADERS = (
 
 
 _BYTES_PER_TOKEN = 4.0
+_INLINE_LOGPROBS = 4096
+"""Answers with more log probabilities are encoded in a thread: that takes some microseconds for each."""
 
 
 class PostEndpoints:
@@ -254,6 +257,7 @@ class PostEndpoints:
         paths: Paths of the endpoints, from bytes to text.
         deadlines: Deadlines of running requests.
         budget: Memory for bodies.
+        encoders: Threads that encode large answers.
     """
 
     def __init__(
@@ -271,6 +275,7 @@ class PostEndpoints:
         self.deadlines = Deadlines(options.request_timeout_s)
         self.budget = BodyBudget()
         self._decoder = BodyDecoder()
+        self.encoders = TurnThreads(2, "answer encoder", "large answers encoded", per_tenant=1)
         self._endpoints = endpoints
         self._tasks = set[asyncio.Task[None]]()
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in endpoints}
@@ -408,6 +413,7 @@ class Generation:
     """
 
     __slots__ = (
+        "_encoding",
         "_ended",
         "_endpoint",
         "_endpoints",
@@ -437,6 +443,7 @@ class Generation:
         self._headers = b""
         self._prepared: list[PreparedRequest] = []
         self._preparing: asyncio.Task[None] | None = None
+        self._encoding: asyncio.Task[None] | None = None
         self._routes = [Route() for _ in request.requests]
         self._running: list[Running] = []
         self._num_unfinished = len(request.requests)
@@ -562,8 +569,20 @@ class Generation:
             return
         if self._request.stream:
             self._finish()
+        elif isinstance(form := self._formatter, WholeAnswer) and form.num_logprobs > _INLINE_LOGPROBS:
+            self._encoding = asyncio.get_running_loop().create_task(self._encode(form))
         else:  # written in the same step as others
             self._endpoints.steps.schedule(RESPOND, Generation._finish, self)
+
+    async def _encode(self, form: WholeAnswer) -> None:
+        try:
+            await self._endpoints.encoders.run(self._exchange.tenant, form.encode)
+        except Exception as error:
+            self._encoding = None
+            self._fail(error)
+            return
+        self._encoding = None
+        self._finish()
 
     def _finish(self) -> None:
         if self._ended:
@@ -644,6 +663,8 @@ class Generation:
             self._stall_timer.cancel()
         if self._preparing is not None:
             self._preparing.cancel()
+        if self._encoding is not None:
+            self._encoding.cancel()
         for running in self._running:
             try:
                 running.cancel()

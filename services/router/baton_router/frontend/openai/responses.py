@@ -602,8 +602,8 @@ class _Response:
             "usage": usage,
         }
 
-    def store(self, body: dict[str, Any]) -> bytes:
-        """Store the conversation and the response object; return the latter as JSON."""
+    def store(self, data: bytes) -> bytes:
+        """Store the conversation and the response object, which is returned; both are JSON."""
         message = message_of(self._events, reasoning=True)
         stored = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
         self._settings.store_response(stored, body)
@@ -620,12 +620,15 @@ class WholeResponse(WholeAnswer):
         self._response = _Response(request, prepared, created)
 
     def end(self) -> bytes:
+        return self._response.store(super().end())
+
+    def _encode(self) -> bytes:
         choice = self._choices[0][0]
         delta = choice.whole()
         delta.logprobs, delta.offsets = choice.logprobs, choice.offsets
         self._response.add_delta(delta)
         status = "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
-        return self._response.store(self._response.body(status, len(choice.ids), sum(self._cached)))
+        return orjson.dumps(self._response.body(status, len(choice.ids), sum(self._cached)))
 
 
 class ResponseEvents(EventStream):
@@ -655,7 +658,7 @@ class ResponseEvents(EventStream):
 
     def end(self) -> bytes:
         body = self._response.body(self._status, self._tokens, sum(self._cached))
-        data = self._response.store(body)
+        data = self._response.store(orjson.dumps(body))
         return self._written([{"type": f"response.{self._status}", "response": orjson.Fragment(data)}])
 
     def error(self, error: BatonError) -> bytes:
