@@ -266,6 +266,8 @@ class WholeAnswer:
     def encode(self) -> None:
         """Do the work of :meth:`end` before it, with no effects outside: in a thread, for long answers."""
         self._encoded = self._encode()
+        for choice in (choice for choices in self._choices for choice in choices):
+            choice.logprobs.clear()  # freeing them takes time, too
 
     def add(self, chunk: TextChunk) -> bytes:
         """Add a chunk; nothing is sent before the end."""
