@@ -12,6 +12,7 @@ import pytest
 from tests.support.scripted import ANSWER, EOS, MODEL, TINY, encode
 from tests.support.servers.http_front import CHAT, Served
 
+from baton_router.frontend.openai import generation
 from baton_router.frontend.openai.answer import LogprobWriter
 from baton_router.types import ModelInfo
 
@@ -137,6 +138,24 @@ def test_many_log_probabilities_are_written_beside_the_event_loop(
         assert api.http.get(f"/v1/responses/{answer['id']}").json() == answer
     assert threads
     assert loop not in threads
+
+
+def test_log_probabilities_in_one_piece_have_a_bound(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_MAX_LOGPROBS", 16 * TOKENS)
+    posts = api.front.posts
+    body = {"prompt": "x", "max_tokens": 100, "temperature": 0}
+    refused = api.http.post("/v1/completions", json={**body, "logprobs": 20})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert "log probabilities" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"]
+    assert posts.num_logprobs == 0
+    posts.num_logprobs = 16 * TOKENS  # others have them
+    assert api.http.post("/v1/completions", json={**body, "logprobs": 20}).status_code == 503
+    for fields in ({}, {"logprobs": 20, "stream": True}):
+        assert api.http.post("/v1/completions", json={**body, **fields}).status_code == 200
+    small = {**body, "max_tokens": 1, "logprobs": 2}
+    assert api.http.post("/v1/completions", json=small).status_code == 200, "what is small is no cause"
+    assert posts.num_logprobs == 16 * TOKENS
 
 
 def test_chat_logprobs(api: Served) -> None:

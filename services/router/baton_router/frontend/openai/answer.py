@@ -239,9 +239,24 @@ class WholeAnswer:
         prepared: The prepared prompts.
         ident: Identifier of the answer.
         created: Creation time, in seconds since 1970.
+
+    Attributes:
+        num_logprobs: Number of log probabilities, which take nearly all of the memory, and of the time of :meth:`end`.
     """
 
-    __slots__ = ("_cached", "_choices", "_drafts", "_encoded", "_head", "_prepared", "_prompt_logprobs", "_request")
+    __slots__ = (
+        "_cached",
+        "_choices",
+        "_drafts",
+        "_encoded",
+        "_head",
+        "_per_prompt_token",
+        "_per_token",
+        "_prepared",
+        "_prompt_logprobs",
+        "_request",
+        "num_logprobs",
+    )
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         self._request = request
@@ -252,16 +267,10 @@ class WholeAnswer:
         self._cached = [0] * len(prepared)
         self._drafts: list[Drafts] = [(0, 0)] * len(prepared)
         self._encoded: bytes | None = None
-
-    @property
-    def num_logprobs(self) -> int:
-        """Number of log probabilities, which take nearly all of the time of :meth:`end`."""
-        sampling = self._prepared[0].routed.sampling
-        generated = sum([len(choice.logprobs) for choices in self._choices for choice in choices])
-        prompts = sum([len(items) for items in self._prompt_logprobs if items is not None])
-        if self._request.echo:
-            prompts *= self._request.n  # each choice has them
-        return generated * ((sampling.logprobs or 0) + 1) + prompts * ((sampling.prompt_logprobs or 0) + 1)
+        sampling = prepared[0].routed.sampling
+        self._per_token = (sampling.logprobs or 0) + 1
+        self._per_prompt_token = ((sampling.prompt_logprobs or 0) + 1) * (request.n if request.echo else 1)
+        self.num_logprobs = 0
 
     def encode(self) -> None:
         """Do the work of :meth:`end` before it, with no effects outside: in a thread, for long answers."""
@@ -276,9 +285,11 @@ class WholeAnswer:
             self._drafts[chunk.prompt_index] = chunk.trace.drafted_tokens, chunk.trace.accepted_tokens
         if chunk.prompt_logprobs is not None:
             self._prompt_logprobs[chunk.prompt_index] = chunk.prompt_logprobs
+            self.num_logprobs += len(chunk.prompt_logprobs) * self._per_prompt_token
         choices = self._choices[chunk.prompt_index]
         for delta in chunk.deltas:
             choices[delta.index].add(delta)
+            self.num_logprobs += len(delta.logprobs) * self._per_token
         return b""
 
     @property

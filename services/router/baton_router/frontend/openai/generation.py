@@ -18,12 +18,14 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from baton.allocator import return_free_memory
 from baton.api.v1 import common_pb2
 from baton.background import create_task
 from baton.errors import (
     BatonError,
     DeadlineError,
     InternalError,
+    OverloadedError,
 )
 from baton.rpc.convert import path_to_pb
 from baton.rpc.multiplex import TokenWriter
@@ -241,6 +243,10 @@ _EVENT_HEADERS = (
 _BYTES_PER_TOKEN = 4.0
 _INLINE_LOGPROBS = 4096
 """Answers with more log probabilities are encoded in a thread: that takes some microseconds for each."""
+_MAX_LOGPROBS = 2**22
+"""Log probabilities that answers in one piece hold together, at about 130 bytes each; beyond, large ones are given up."""
+_LARGE_SHARE = 1 / 16
+"""Share of these from which on an answer is large."""
 
 
 class PostEndpoints:
@@ -258,6 +264,7 @@ class PostEndpoints:
         deadlines: Deadlines of running requests.
         budget: Memory for bodies.
         encoders: Threads that encode large answers.
+        num_logprobs: Log probabilities that answers in one piece hold.
     """
 
     def __init__(
@@ -276,6 +283,7 @@ class PostEndpoints:
         self.budget = BodyBudget()
         self._decoder = BodyDecoder()
         self.encoders = TurnThreads(2, "answer encoder", "large answers encoded", per_tenant=1)
+        self.num_logprobs = 0
         self._endpoints = endpoints
         self._tasks = set[asyncio.Task[None]]()
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in endpoints}
@@ -421,6 +429,7 @@ class Generation:
         "_formatter",
         "_headers",
         "_name",
+        "_num_logprobs",
         "_num_unfinished",
         "_prepared",
         "_preparing",
@@ -447,6 +456,7 @@ class Generation:
         self._routes = [Route() for _ in request.requests]
         self._running: list[Running] = []
         self._num_unfinished = len(request.requests)
+        self._num_logprobs = 0
         self._formatter: WholeAnswer | EventStream | None = None
         self._ended = self._started = False
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -525,8 +535,23 @@ class Generation:
             data = self._formatter.add(chunk)
             if self._request.stream:
                 self._send(data)
+            elif isinstance(form := self._formatter, WholeAnswer) and form.num_logprobs:
+                self._count_logprobs(form.num_logprobs)
         except Exception as error:
             self._fail(error)
+
+    def _count_logprobs(self, count: int) -> None:
+        """Count the log probabilities that the answer holds.
+
+        Raises:
+            OverloadedError: All answers hold too many, and this one a large part of them.
+        """
+        endpoints = self._endpoints
+        endpoints.num_logprobs += count - self._num_logprobs
+        self._num_logprobs = count
+        if endpoints.num_logprobs > _MAX_LOGPROBS and count > _MAX_LOGPROBS * _LARGE_SHARE:
+            message = f"the answer has more than {count} log probabilities, too many for one piece now: use stream"
+            raise OverloadedError(message, retry_after_s=5.0)
 
     def token_writer(
         self, token_ids: list[int], clock: GenerationClock, count_tokens: Callable[[int], None]
@@ -583,6 +608,7 @@ class Generation:
             return
         self._encoding = None
         self._finish()
+        asyncio.get_running_loop().run_in_executor(None, return_free_memory)  # the allocator would keep it
 
     def _finish(self) -> None:
         if self._ended:
@@ -657,6 +683,7 @@ class Generation:
         if self._ended:
             return
         self._ended = True
+        self._endpoints.num_logprobs -= self._num_logprobs
         self._exchange.on_gone = self._exchange.on_flow = None
         self._endpoints.deadlines.discard(self)
         if self._stall_timer is not None:
