@@ -93,13 +93,18 @@ def test_many_log_probabilities_are_written_beside_the_event_loop(
     api: Served, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     threads: set[str] = set()
-    for name in ("chat", "completion", "prompt"):
 
-        def write(writer: Any, *args: Any, method: Any = getattr(LogprobWriter, name)) -> Any:
+    def watch(name: str) -> None:
+        method = getattr(LogprobWriter, name)
+
+        def write(writer: LogprobWriter, *args: Any) -> Any:
             threads.add(threading.current_thread().name)
             return method(writer, *args)
 
         monkeypatch.setattr(LogprobWriter, name, write)
+
+    for name in ("chat", "completion", "prompt"):
+        watch(name)
     loop = api.thread.name
     api.dispatcher.per_chunk = 100
     small = api.http.post("/v1/completions", json={"prompt": "x", "logprobs": 2, "max_tokens": 200}).json()

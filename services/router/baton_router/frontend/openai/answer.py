@@ -26,7 +26,7 @@ _SUFFIXES: dict[bytes, bytes] = {}
 _JSON_TEXTS: WeakKeyDictionary[Tokenizer, dict[int, bytes]] = WeakKeyDictionary()
 """Texts of tokens as JSON strings, as far as they were used."""
 _SLICE = 256
-"""Tokens whose log probabilities are encoded together: their objects are freed before the next, and other threads run."""
+"""Tokens whose log probabilities are encoded together: their objects are freed, and other threads run in between."""
 _LOWEST = -9999.0
 """Replaces minus infinity, which JSON does not have."""
 
