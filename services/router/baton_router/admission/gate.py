@@ -187,7 +187,7 @@ class Admission:
         """End a request.
 
         Args:
-            ticket: Its permission to run.
+            ticket: Ticket that its admission returned.
             generated: Tokens that it generated: its account is charged these, whatever was expected.
         """
         if ticket.account is not None:

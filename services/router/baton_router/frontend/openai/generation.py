@@ -244,7 +244,7 @@ _BYTES_PER_TOKEN = 4.0
 _INLINE_LOGPROBS = 4096
 """Answers with more log probabilities are encoded in a thread: that takes some microseconds for each."""
 _MAX_LOGPROBS = 2**22
-"""Log probabilities that answers in one piece hold together, at about 130 bytes each; beyond, large ones are refused."""
+"""Log probabilities that answers in one piece hold together, about 130 bytes each; beyond, large ones are refused."""
 _LARGE_SHARE = 1 / 16
 """Share of these from which on an answer is large."""
 
