@@ -595,7 +595,9 @@ class Generation:
         if self._request.stream:
             self._finish()
         elif isinstance(form := self._formatter, WholeAnswer) and form.num_logprobs > _INLINE_LOGPROBS:
-            self._encoding = asyncio.get_running_loop().create_task(self._encode(form))
+            self._encoding = create_task(
+                self._encode(form), "answer", detail=self._exchange.request_id, on_failure=self._fail
+            )
         else:  # written in the same step as others
             self._endpoints.steps.schedule(RESPOND, Generation._finish, self)
 
