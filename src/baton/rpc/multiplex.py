@@ -30,6 +30,8 @@ ANY_TOKEN = 2**32
 """More than any token id on the wire."""
 _MAX_BATCH_BYTES = 4 * 2**20
 """Prompt bytes after which a message takes no further starts; one message must stay below gRPC's limit."""
+_MESSAGES_PER_TURN = 4
+"""Messages that a call delivers in a turn of the event loop: one may have log probabilities of many sequences."""
 
 
 class CallEnded(Exception):
@@ -123,15 +125,23 @@ class Call:
             self._failure = failure
 
     def deliver(self) -> None:
-        """Deliver what arrived: consecutive tokens as one batch, then the end if it has arrived."""
+        """Deliver what arrived: consecutive tokens as one batch, then the end if it has arrived.
+
+        Of many messages, as after a pause, the rest follows in the next turns of the event loop.
+        """
         items = self.items
         if self.writer is not None and not items and not self.ended:
             self.writer.flush()
             return
         self._close_writer()
+        num_messages = 0
         while items and self._reader is not None and not self._paused:
+            if num_messages == _MESSAGES_PER_TURN:
+                self._stream.deliver_later(self)
+                return
             item = items.popleft()
             if not isinstance(item, int):
+                num_messages += 1
                 self._reader.on_message(item)
                 continue
             token_ids = [item]
@@ -151,7 +161,7 @@ class Call:
         To be called by :meth:`CallStream.deliver` alone: what the reader got outside of it may be sent to the client
         after tokens that arrive in the same turn.
         """
-        if self.writer is None and self._reader is not None and not self._paused and not self.ended:
+        if self.writer is None and self._reader is not None and not (self._paused or self.items or self.ended):
             self.writer = self._reader.token_writer()
 
     def deliver_end(self) -> None:
@@ -396,6 +406,12 @@ class CallStream:
             except (Exception, asyncio.CancelledError):  # one reader's failure must not affect the others
                 log.exception("a reader of %s failed", self._name)
                 call.abandon(CallEnded(InternalError("something went wrong inside Baton"), grpc.StatusCode.INTERNAL))
+
+    def deliver_later(self, call: Call) -> None:
+        """Deliver what a call still has in the next turn of the event loop."""
+        if not self._ready:
+            self._schedule_delivery(self)
+        self._ready[call.key] = call
 
     def _stream_failure(self, end: StreamEnded) -> CallEnded:
         """Return the failure of all calls. No request is at fault: errors of single calls arrive as their ends."""

@@ -208,6 +208,8 @@ async def _client(choices: Choices) -> None:
         if readers[key].runs:
             readers[key].code = 14
         call.set_paused(False)
+    while any(call.items for key, call in running.items() if not readers[key].left):
+        await asyncio.sleep(0)  # a turn takes a few
     await _rest()
     for reader in readers.values():
         reader.check()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
-from tests.support.scripted import ANSWER, EOS, MODEL, encode
+from tests.support.scripted import ANSWER, EOS, MODEL, TINY, encode
 from tests.support.servers.http_front import CHAT, Served
+
+from baton_router.frontend.openai import generation
+from baton_router.frontend.openai.answer import LogprobWriter
+from baton_router.types import ModelInfo
 
 TOKENS = len(encode(ANSWER)) + 1
 
@@ -81,6 +86,81 @@ async def test_async_sdk_many_at_once(api: Served) -> None:
             return "".join([part.choices[0].delta.content or "" async for part in parts])
 
         assert set(await asyncio.gather(*(one(at % 2 == 0) for at in range(20)))) == {ANSWER}
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions", "prompts", "responses"])
+def test_many_log_probabilities_are_written_beside_the_event_loop(
+    api: Served, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    threads: set[str] = set()
+
+    def watch(name: str) -> None:
+        method = getattr(LogprobWriter, name)
+
+        def write(writer: LogprobWriter, *args: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return method(writer, *args)
+
+        monkeypatch.setattr(LogprobWriter, name, write)
+
+    for name in ("chat", "completion", "prompt"):
+        watch(name)
+    loop = api.thread.name
+    api.dispatcher.per_chunk = 100
+    small = api.http.post("/v1/completions", json={"prompt": "x", "logprobs": 2, "max_tokens": 200}).json()
+    assert threads == {loop}
+    assert small["choices"][0]["logprobs"]["tokens"]
+    threads.clear()
+
+    api.dispatcher.info = ModelInfo("baton-tiny", str(TINY), 2048, 4096, frozenset({2, EOS}))
+    api.dispatcher.script = lambda request, index: encode(ANSWER * 10)
+    long = len(encode(ANSWER * 10)) + 1
+    if kind == "chat":
+        body = {"messages": CHAT, "logprobs": True, "top_logprobs": 20, "max_tokens": 1000, "n": 2, "temperature": 0}
+        answer = api.http.post("/v1/chat/completions", json=body).json()
+        contents = [choice["logprobs"]["content"] for choice in answer["choices"]]
+        assert [[len(item["top_logprobs"]) for item in content] for content in contents] == 2 * [long * [20]]
+    elif kind == "completions":
+        body = {"prompt": "a b c d " * 40, "logprobs": 20, "echo": True, "max_tokens": 1000, "n": 2, "temperature": 0}
+        answer = api.http.post("/v1/completions", json=body).json()
+        length = answer["usage"]["prompt_tokens"] + long
+        for choice in answer["choices"]:
+            assert {name: len(column) for name, column in choice["logprobs"].items()} == dict.fromkeys(
+                ("tokens", "token_logprobs", "top_logprobs", "text_offset"), length
+            )
+            assert choice["logprobs"]["text_offset"] == sorted(choice["logprobs"]["text_offset"])
+            assert choice["logprobs"]["top_logprobs"][0] is None
+    elif kind == "prompts":
+        body = {"prompt": ["a b c d " * 40] * 2, "prompt_logprobs": 20, "max_tokens": 1}
+        answer = api.http.post("/v1/completions", json=body).json()
+        prompts = [choice["prompt_logprobs"] for choice in answer["choices"]]
+        assert sum(map(len, prompts)) == answer["usage"]["prompt_tokens"]
+        assert all(prompt[0] is None and len(prompt[1]) >= 20 for prompt in prompts)
+    else:
+        body = {"input": "x", "top_logprobs": 20, "include": ["message.output_text.logprobs"], "temperature": 0}
+        answer = api.http.post("/v1/responses", json=body).json()
+        assert len(answer["output"][0]["content"][0]["logprobs"]) == long - 1
+        assert api.http.get(f"/v1/responses/{answer['id']}").json() == answer
+    assert threads
+    assert loop not in threads
+
+
+def test_log_probabilities_in_one_piece_have_a_bound(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_MAX_LOGPROBS", 16 * TOKENS)
+    posts = api.front.posts
+    body = {"prompt": "x", "max_tokens": 100, "temperature": 0}
+    refused = api.http.post("/v1/completions", json={**body, "logprobs": 20})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert "log probabilities" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"]
+    assert posts.num_logprobs == 0
+    posts.num_logprobs = 16 * TOKENS  # others have them
+    assert api.http.post("/v1/completions", json={**body, "logprobs": 20}).status_code == 503
+    for fields in ({}, {"logprobs": 20, "stream": True}):
+        assert api.http.post("/v1/completions", json={**body, **fields}).status_code == 200
+    small = {**body, "max_tokens": 1, "logprobs": 2}
+    assert api.http.post("/v1/completions", json=small).status_code == 200, "what is small is no cause"
+    assert posts.num_logprobs == 16 * TOKENS
 
 
 def test_chat_logprobs(api: Served) -> None:

@@ -338,3 +338,24 @@ async def test_texts_count_against_their_tenants_limits_whether_they_are_placed_
             answers = [sdk.route("a quick brown fox " * 250) for _ in range(40)]
             refusals = await asyncio.gather(*answers, return_exceptions=True)
             assert any(isinstance(x, QueueFullError) for x in refusals)
+
+
+async def test_a_tenant_is_charged_what_it_generated_whatever_was_expected(tmp_path: Any) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.o]\nkeys = ["o"]\n[tenants.long]\nkeys = ["long"]\ntokens_per_minute = 2000\n')
+    (tmp_path / "token").write_text("the services' token")
+    flags = ("--api-keys", str(keys), "--token-file", str(tmp_path / "token"))
+    async with (
+        worker(token=read_token(str(tmp_path / "token"))) as decode,
+        serving(*flags, decode=decode) as (_, client),
+    ):
+        long, other = ({"authorization": f"Bearer {key}"} for key in ("long", "o"))
+        for i in range(20):
+            assert (await client.send(f"short{i}", other, max_tokens=1)).status_code == 200
+        answer = await client.send("long", long, max_tokens=900, n=8, ignore_eos=True)
+        assert answer.json()["usage"]["completion_tokens"] == 7200, "expected were few: answers are short on average"
+        refused = await client.send("next", long, max_tokens=1)
+        assert refused.status_code == 429, refused.text
+        assert "2000 tokens a minute" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 120, "what it used beyond its minute is paid first"
+        assert (await client.send("other", other, max_tokens=1)).status_code == 200

@@ -51,6 +51,7 @@ LISTED = {
     "src/baton/testing.py: __init__": "a test's fake router, whose error it gets",
     "src/baton/tokenizer/tokenizer.py: get": AWAITED,
     "src/baton/worker/decode.py: _events": AWAITED,
+    "src/baton/worker/instance.py: serve": "one call, which ends the process",
     "src/baton/worker/prefill.py: __init__": AWAITED,
     "src/baton/worker/prefill.py: offers": AWAITED,
 }

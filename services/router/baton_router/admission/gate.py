@@ -48,6 +48,7 @@ class Ticket(msgspec.Struct, eq=False):
         started: Time of its admission, in seconds.
         waited_s: Seconds that it waited for admission.
         account: Account whose limits it counts against; ``None``: none.
+        expected: Output tokens that its account was charged.
     """
 
     cost: float
@@ -56,6 +57,7 @@ class Ticket(msgspec.Struct, eq=False):
     started: float
     waited_s: float = 0.0
     account: Account | None = None
+    expected: float = 0.0
 
 
 class Admission:
@@ -133,13 +135,15 @@ class Admission:
         account = request.account
         if account is None or not account.limited:
             return await self._enter(request)
-        self._tenants.begin(account, len(request.prompt_token_ids) + self._estimates.output_tokens(request))
+        expected = self._estimates.output_tokens(request)
+        self._tenants.begin(account, len(request.prompt_token_ids) + expected)
         try:
             ticket = await self._enter(request)
         except BaseException:
             self._tenants.end(account)
             raise
         ticket.account = account
+        ticket.expected = expected
         return ticket
 
     def check(self, account: Account | None) -> None:
@@ -198,9 +202,15 @@ class Admission:
         if len(self.queue):
             self._pump()
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, ticket: Ticket, generated: int) -> None:
+        """End a request.
+
+        Args:
+            ticket: Ticket that its admission returned.
+            generated: Tokens that it generated: its account is charged these, whatever was expected.
+        """
         if ticket.account is not None:
-            self._tenants.end(ticket.account)
+            self._tenants.end(ticket.account, unused=(0.0, ticket.expected - generated))
         self._num_in_flight -= 1
         # Estimates are fractions: rounding errors of their sums must not look like work.
         self._in_flight = self._in_flight - ticket.cost if self._num_in_flight else 0.0

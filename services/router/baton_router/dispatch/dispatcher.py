@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Reserved:
         ticket: Admission of the request.
         on_end: Called when the reservation ends.
         span: Span of the request.
+        generated: Tokens that the client reported.
     """
 
     placement: Placement
@@ -50,6 +52,7 @@ class Reserved:
     ticket: Ticket
     on_end: Callable[[], None]
     span: Span
+    generated: int = 0
 
     def grow(self, tokens: int, *, first: bool) -> None:
         """Count generated tokens.
@@ -59,6 +62,7 @@ class Reserved:
             first: Whether they are the request's first ones.
         """
         self.placement.grow(tokens)
+        self.generated += tokens
         if first:
             self.placement.prefilled()
             self.admission.first_token(self.ticket)
@@ -73,7 +77,8 @@ class Reserved:
             self.placement.release()
             self.span.end(status)
         finally:
-            self.admission.release(self.ticket)
+            # No instance confirms what a client reports, so fewer tokens than expected give it nothing back.
+            self.admission.release(self.ticket, max(self.generated, math.ceil(self.ticket.expected)))
             self.on_end()
 
 
@@ -196,7 +201,7 @@ class PlacingDispatcher:
         except BaseException:
             self._release()
             if ticket is not None:
-                self.admission.release(ticket)
+                self.admission.release(ticket, 0)
             raise
         placement.speeds = None  # this router does not see when its tokens arrive
         # It cannot test a half-open breaker: this router does not see how it ends.

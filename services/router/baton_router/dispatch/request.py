@@ -325,19 +325,21 @@ class RequestRun:
         finally:
             context.on_ended(self)
             if self._ticket is not None:
-                context.admission.release(self._ticket)
+                context.admission.release(self._ticket, self._num_generated())
+
+    def _num_generated(self) -> int:
+        return sum([len(sequence.token_ids) for sequence in self._sequences]) - len(self._request.output_token_ids)
 
     def _end_span(self, status: str) -> None:
         """End the request's span, with its trace and OpenTelemetry's names for what all models have."""
         request = self._request
         span = request.span
         if span.recording:
-            generated = sum(len(sequence.token_ids) for sequence in self._sequences) - len(request.output_token_ids)
             if self._traces.attempts():
                 span.attributes.update(trace_attributes(self._traces.merged()))
             span.attributes["baton.request_id"] = request.request_id
             span.attributes["gen_ai.usage.input_tokens"] = len(request.prompt_token_ids)
-            span.attributes["gen_ai.usage.output_tokens"] = generated
+            span.attributes["gen_ai.usage.output_tokens"] = self._num_generated()
             if request.tenant:
                 span.attributes["baton.tenant"] = request.tenant
         span.end(status)

@@ -209,6 +209,34 @@ async def test_a_paused_call_and_a_closed_one_have_no_writer() -> None:
     assert held.notes[1:] == [("read", [3]), ("written", [4])]
 
 
+async def test_what_a_paused_call_kept_leaves_turns_to_others() -> None:
+    stream, (slow, other), (first, _) = await started(2)
+    first.set_paused(True)
+    for at in range(100):
+        stream._read_message(tokens(message=(1, at)))
+    stream._read_message(tokens((1, 100), end=1))
+    await asyncio.sleep(0)
+    first.set_paused(False)
+    before = []
+    for at in range(3):
+        stream._read_message(tokens((2, at)))
+        await asyncio.sleep(0)
+        before.append(len(slow.notes))
+    assert other.notes == [("written", [0]), ("written", [1]), ("written", [2])]
+    assert 0 < before[0] < before[1] < before[2] < 50
+    first.set_paused(True)
+    await asyncio.sleep(0)
+    held = len(slow.notes)
+    await asyncio.sleep(0)
+    assert len(slow.notes) == held, "paused again"
+    first.set_paused(False)
+    async with asyncio.timeout(60):
+        while slow.notes[-1] != ("end", None):
+            await asyncio.sleep(0)
+    assert slow.notes == [*(("message", [at]) for at in range(100)), ("read", [100]), ("end", None)]
+    assert list(stream._calls) == [2]
+
+
 async def test_a_writer_that_fails_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     stream, (failing, fine, slow), _ = await started(3)
     stream._read_message(tokens((1, 13), (2, 1), (3, 101)))

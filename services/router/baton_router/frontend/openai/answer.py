@@ -25,6 +25,8 @@ _SUFFIXES: dict[bytes, bytes] = {}
 """Suffixes of plain events: few, and one object for all streams stays in the processor's caches."""
 _JSON_TEXTS: WeakKeyDictionary[Tokenizer, dict[int, bytes]] = WeakKeyDictionary()
 """Texts of tokens as JSON strings, as far as they were used."""
+_SLICE = 256
+"""Tokens whose log probabilities are encoded together: their objects are freed, and other threads run in between."""
 _LOWEST = -9999.0
 """Replaces minus infinity, which JSON does not have."""
 
@@ -94,6 +96,16 @@ class LogprobWriter:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    def completion_json(
+        self, ids: Sequence[int], items: Sequence[TokenLogprob | None], offsets: Sequence[int]
+    ) -> dict[str, orjson.Fragment]:
+        """Return :meth:`completion` with lists as JSON, made slice by slice."""
+        slices = [
+            {name: orjson.dumps(column) for name, column in self.completion(ids[cut], items[cut], offsets[cut]).items()}
+            for cut in _slices(max(1, len(ids)))
+        ]
+        return {name: _joined([part[name] for part in slices]) for name in slices[0]}
+
     def prompt(self, items: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
         """Return a prompt's log probabilities in the extended format: by token id, with rank and text."""
         return [None if item is None else self._prompt_token(item) for item in items]
@@ -111,6 +123,20 @@ class LogprobWriter:
             }
             for token_id, (value, rank) in entries.items()
         }
+
+
+def _slices(length: int) -> list[slice]:
+    return [slice(at, at + _SLICE) for at in range(0, length, _SLICE)]
+
+
+def _joined(lists: Sequence[bytes]) -> orjson.Fragment:
+    """Return lists in JSON as one list."""
+    return orjson.Fragment(b"[" + b",".join([each[1:-1] for each in lists if len(each) > 2]) + b"]")
+
+
+def _list_json(write: Callable[[Any], list[Any]], items: Sequence[Any]) -> orjson.Fragment:
+    """Return ``write(items)`` as JSON, made slice by slice."""
+    return _joined([orjson.dumps(write(items[cut])) for cut in _slices(len(items))])
 
 
 def text_offsets(tokenizer: Tokenizer, ids: Iterable[int], *, skip_special_tokens: bool) -> list[int]:
@@ -213,9 +239,24 @@ class WholeAnswer:
         prepared: The prepared prompts.
         ident: Identifier of the answer.
         created: Creation time, in seconds since 1970.
+
+    Attributes:
+        num_logprobs: Number of log probabilities, which take nearly all of the memory, and of the time of :meth:`end`.
     """
 
-    __slots__ = ("_cached", "_choices", "_drafts", "_head", "_prepared", "_prompt_logprobs", "_request")
+    __slots__ = (
+        "_cached",
+        "_choices",
+        "_drafts",
+        "_encoded",
+        "_head",
+        "_per_prompt_token",
+        "_per_token",
+        "_prepared",
+        "_prompt_logprobs",
+        "_request",
+        "num_logprobs",
+    )
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         self._request = request
@@ -225,6 +266,17 @@ class WholeAnswer:
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prepared)
         self._cached = [0] * len(prepared)
         self._drafts: list[Drafts] = [(0, 0)] * len(prepared)
+        self._encoded: bytes | None = None
+        sampling = prepared[0].routed.sampling
+        self._per_token = (sampling.logprobs or 0) + 1
+        self._per_prompt_token = ((sampling.prompt_logprobs or 0) + 1) * (request.n if request.echo else 1)
+        self.num_logprobs = 0
+
+    def encode(self) -> None:
+        """Do the work of :meth:`end` before it, with no effects outside: in a thread, for long answers."""
+        self._encoded = self._encode()
+        for choice in (choice for choices in self._choices for choice in choices):
+            choice.logprobs.clear()  # freeing them takes time, too
 
     def add(self, chunk: TextChunk) -> bytes:
         """Add a chunk; nothing is sent before the end."""
@@ -233,9 +285,11 @@ class WholeAnswer:
             self._drafts[chunk.prompt_index] = chunk.trace.drafted_tokens, chunk.trace.accepted_tokens
         if chunk.prompt_logprobs is not None:
             self._prompt_logprobs[chunk.prompt_index] = chunk.prompt_logprobs
+            self.num_logprobs += len(chunk.prompt_logprobs) * self._per_prompt_token
         choices = self._choices[chunk.prompt_index]
         for delta in chunk.deltas:
             choices[delta.index].add(delta)
+            self.num_logprobs += len(delta.logprobs) * self._per_token
         return b""
 
     @property
@@ -244,6 +298,9 @@ class WholeAnswer:
 
     def end(self) -> bytes:
         """Return the response object as JSON."""
+        return self._encode() if self._encoded is None else self._encoded
+
+    def _encode(self) -> bytes:
         request = self._request
         choices = []
         tokens = 0
@@ -261,11 +318,13 @@ class WholeAnswer:
         if request.chat and request.return_token_ids:
             body["prompt_token_ids"] = list(self._prepared[0].routed.prompt_token_ids)
         if request.chat and request.prompt_logprobs:
-            body["prompt_logprobs"] = self._writer.prompt(self._prompt_logprobs[0] or [])
+            body["prompt_logprobs"] = _list_json(self._writer.prompt, self._prompt_logprobs[0] or [])
         return orjson.dumps(body)
 
     def _chat_choice(self, at: int, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = {"content": self._writer.chat(choice.logprobs), "refusal": None} if self._request.logprobs else None
+        logprobs = None
+        if self._request.logprobs:
+            logprobs = {"content": _list_json(self._writer.chat, choice.logprobs), "refusal": None}
         out: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
@@ -295,10 +354,10 @@ class WholeAnswer:
             out["prompt_token_ids"] = list(self._prepared[at].routed.prompt_token_ids)
             out["token_ids"] = choice.ids
         if request.prompt_logprobs:
-            out["prompt_logprobs"] = self._writer.prompt(self._prompt_logprobs[at] or [])
+            out["prompt_logprobs"] = _list_json(self._writer.prompt, self._prompt_logprobs[at] or [])
         return out
 
-    def _completion_logprobs(self, choice: Choice, echo: Echo | None) -> dict[str, Any]:
+    def _completion_logprobs(self, choice: Choice, echo: Echo | None) -> dict[str, orjson.Fragment]:
         """Return a completion's ``logprobs``, with those of the prompt first if it is echoed."""
         ids = choice.ids
         items = list[TokenLogprob | None](choice.logprobs)
@@ -307,7 +366,7 @@ class WholeAnswer:
             ids = [*echo.ids, *ids]
             items = [*echo.logprobs, *items]
             offsets = [*echo.offsets, *(len(echo.text) + offset for offset in offsets)]
-        return self._writer.completion(ids, items, offsets)
+        return self._writer.completion_json(ids, items, offsets)
 
 
 class EventWriter:

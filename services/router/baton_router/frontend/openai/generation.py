@@ -18,12 +18,14 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from baton.allocator import return_free_memory
 from baton.api.v1 import common_pb2
 from baton.background import create_task
 from baton.errors import (
     BatonError,
     DeadlineError,
     InternalError,
+    OverloadedError,
 )
 from baton.rpc.convert import path_to_pb
 from baton.rpc.multiplex import TokenWriter
@@ -54,6 +56,7 @@ from baton_router.frontend.openai.schemas import (
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk
+from baton_router.processor.turns import TurnThreads
 from baton_router.scheduler.decision import Decision
 from baton_router.types import Account
 
@@ -238,6 +241,12 @@ _EVENT_HEADERS = (
 
 
 _BYTES_PER_TOKEN = 4.0
+_INLINE_LOGPROBS = 4096
+"""Answers with more log probabilities are encoded in a thread: that takes some microseconds for each."""
+_MAX_LOGPROBS = 2**22
+"""Log probabilities that answers in one piece hold together, about 130 bytes each; beyond, large ones are refused."""
+_LARGE_SHARE = 1 / 16
+"""Share of these from which on an answer is large."""
 
 
 class PostEndpoints:
@@ -254,6 +263,8 @@ class PostEndpoints:
         paths: Paths of the endpoints, from bytes to text.
         deadlines: Deadlines of running requests.
         budget: Memory for bodies.
+        encoders: Threads that encode large answers.
+        num_logprobs: Log probabilities that answers in one piece hold.
     """
 
     def __init__(
@@ -271,6 +282,8 @@ class PostEndpoints:
         self.deadlines = Deadlines(options.request_timeout_s)
         self.budget = BodyBudget()
         self._decoder = BodyDecoder()
+        self.encoders = TurnThreads(2, "answer encoder", "large answers encoded", per_tenant=1)
+        self.num_logprobs = 0
         self._endpoints = endpoints
         self._tasks = set[asyncio.Task[None]]()
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in endpoints}
@@ -408,6 +421,7 @@ class Generation:
     """
 
     __slots__ = (
+        "_encoding",
         "_ended",
         "_endpoint",
         "_endpoints",
@@ -415,6 +429,7 @@ class Generation:
         "_formatter",
         "_headers",
         "_name",
+        "_num_logprobs",
         "_num_unfinished",
         "_prepared",
         "_preparing",
@@ -437,9 +452,11 @@ class Generation:
         self._headers = b""
         self._prepared: list[PreparedRequest] = []
         self._preparing: asyncio.Task[None] | None = None
+        self._encoding: asyncio.Task[None] | None = None
         self._routes = [Route() for _ in request.requests]
         self._running: list[Running] = []
         self._num_unfinished = len(request.requests)
+        self._num_logprobs = 0
         self._formatter: WholeAnswer | EventStream | None = None
         self._ended = self._started = False
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -518,8 +535,23 @@ class Generation:
             data = self._formatter.add(chunk)
             if self._request.stream:
                 self._send(data)
+            elif isinstance(form := self._formatter, WholeAnswer) and form.num_logprobs:
+                self._count_logprobs(form.num_logprobs)
         except Exception as error:
             self._fail(error)
+
+    def _count_logprobs(self, count: int) -> None:
+        """Count the log probabilities that the answer holds.
+
+        Raises:
+            OverloadedError: All answers hold too many, and this one a large part of them.
+        """
+        endpoints = self._endpoints
+        endpoints.num_logprobs += count - self._num_logprobs
+        self._num_logprobs = count
+        if endpoints.num_logprobs > _MAX_LOGPROBS and count > _MAX_LOGPROBS * _LARGE_SHARE:
+            message = f"the answer has more than {count} log probabilities, too many for one piece now: use stream"
+            raise OverloadedError(message, retry_after_s=5.0)
 
     def token_writer(
         self, token_ids: list[int], clock: GenerationClock, count_tokens: Callable[[int], None]
@@ -562,8 +594,23 @@ class Generation:
             return
         if self._request.stream:
             self._finish()
+        elif isinstance(form := self._formatter, WholeAnswer) and form.num_logprobs > _INLINE_LOGPROBS:
+            self._encoding = create_task(
+                self._encode(form), "answer", detail=self._exchange.request_id, on_failure=self._fail
+            )
         else:  # written in the same step as others
             self._endpoints.steps.schedule(RESPOND, Generation._finish, self)
+
+    async def _encode(self, form: WholeAnswer) -> None:
+        try:
+            await self._endpoints.encoders.run(self._exchange.tenant, form.encode)
+        except Exception as error:
+            self._encoding = None
+            self._fail(error)
+            return
+        self._encoding = None
+        self._finish()
+        asyncio.get_running_loop().run_in_executor(None, return_free_memory)  # the allocator would keep it
 
     def _finish(self) -> None:
         if self._ended:
@@ -638,12 +685,15 @@ class Generation:
         if self._ended:
             return
         self._ended = True
+        self._endpoints.num_logprobs -= self._num_logprobs
         self._exchange.on_gone = self._exchange.on_flow = None
         self._endpoints.deadlines.discard(self)
         if self._stall_timer is not None:
             self._stall_timer.cancel()
         if self._preparing is not None:
             self._preparing.cancel()
+        if self._encoding is not None:
+            self._encoding.cancel()
         for running in self._running:
             try:
                 running.cancel()

@@ -602,30 +602,36 @@ class _Response:
             "usage": usage,
         }
 
-    def store(self, body: dict[str, Any]) -> bytes:
-        """Store the conversation and the response object; return the latter as JSON."""
+    def store(self, body: dict[str, Any]) -> None:
+        """Store the conversation and the response object."""
         message = message_of(self._events, reasoning=True)
         stored = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
         self._settings.store_response(stored, body)
-        return orjson.dumps(body)
 
 
 class WholeResponse(WholeAnswer):
     """The formatter of responses in one piece."""
 
-    __slots__ = ("_response",)
+    __slots__ = ("_body", "_response")
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         super().__init__(request, prepared, ident, created)
         self._response = _Response(request, prepared, created)
+        self._body: dict[str, Any] = {}
 
     def end(self) -> bytes:
+        data = super().end()
+        self._response.store(self._body)
+        return data
+
+    def _encode(self) -> bytes:
         choice = self._choices[0][0]
         delta = choice.whole()
         delta.logprobs, delta.offsets = choice.logprobs, choice.offsets
         self._response.add_delta(delta)
         status = "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
-        return self._response.store(self._response.body(status, len(choice.ids), sum(self._cached)))
+        self._body = self._response.body(status, len(choice.ids), sum(self._cached))
+        return orjson.dumps(self._body)
 
 
 class ResponseEvents(EventStream):
@@ -655,8 +661,8 @@ class ResponseEvents(EventStream):
 
     def end(self) -> bytes:
         body = self._response.body(self._status, self._tokens, sum(self._cached))
-        data = self._response.store(body)
-        return self._written([{"type": f"response.{self._status}", "response": orjson.Fragment(data)}])
+        self._response.store(body)
+        return self._written([{"type": f"response.{self._status}", "response": body}])
 
     def error(self, error: BatonError) -> bytes:
         shown = baton_error_object(error)["error"]
