@@ -4,7 +4,7 @@ One decode instance (with ``--prefill`` prefill instances) and a router. Chats a
 window, in the order ABBA, a batch runs beside them that would take all idle capacity. Prints the p50 and p99 of the
 time to first token of both kinds of windows, their ratio, and the lines that were answered meanwhile.
 
-    python benchmarks/router/batches.py --rate 2 --windows 8 --seconds 30
+    python -m benchmarks.router.batches --rate 2 --windows 8 --seconds 30
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,7 +161,9 @@ async def test_it_names_every_endpoint_and_a_fuzzer_finds_nothing(tmp_path: Path
         )
         output, _ = await fuzzer.communicate()
         assert fuzzer.returncode == 0, output.decode()
-        assert b"Tested: 1" in output or b"Tested: 2" in output
+        tested = re.search(rb"Tested: (\d+)", output)
+        assert tested is not None
+        assert int(tested[1]) > 20
 
 
 async def test_the_documentation_page_is_all_here_and_open(tmp_path: Path) -> None:
