@@ -179,6 +179,10 @@ class ConfigError(BatonError):
     grpc_status = "FAILED_PRECONDITION"
 
 
+INTERNAL_TEXT = "something went wrong inside Baton"
+"""What callers learn of an error that is not Baton's own. Its text, which may have others' data, is in the log."""
+
+
 class InternalError(BatonError):
     """Baton is at fault."""
 

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from baton.api.v1 import worker_pb2
 from baton.background import create_task
-from baton.errors import BatonError, InternalError, UnavailableError
+from baton.errors import INTERNAL_TEXT, BatonError, InternalError, UnavailableError
 from baton.rpc.errors import STATUS_CODES, from_status
 from baton.rpc.http2.message_stream import CLOSED, Connector, MessageStream, StreamEnded
 
@@ -405,7 +405,7 @@ class CallStream:
                 call.borrow_writer()
             except (Exception, asyncio.CancelledError):  # one reader's failure must not affect the others
                 log.exception("a reader of %s failed", self._name)
-                call.abandon(CallEnded(InternalError("something went wrong inside Baton"), grpc.StatusCode.INTERNAL))
+                call.abandon(CallEnded(InternalError(INTERNAL_TEXT), grpc.StatusCode.INTERNAL))
 
     def deliver_later(self, call: Call) -> None:
         """Deliver what a call still has in the next turn of the event loop."""

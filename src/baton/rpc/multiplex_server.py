@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import worker_pb2
-from baton.errors import BatonError, InvalidRequestError, QueueFullError
+from baton.errors import INTERNAL_TEXT, BatonError, InvalidRequestError, QueueFullError
 from baton.rpc.errors import status_code, status_details
 from baton.rpc.server import MAX_MESSAGE_BYTES
 
@@ -220,7 +220,7 @@ class _ServerCalls:
         self._tasks.pop(call, None)
         if not task.cancelled() and (error := task.exception()) is not None:  # no answer could be made of its error
             log.error("a call failed", exc_info=error)
-            self.outbox.end(call, grpc.StatusCode.INTERNAL.value[0], "internal error")
+            self.outbox.end(call, grpc.StatusCode.INTERNAL.value[0], INTERNAL_TEXT)
         self._close_if_done()
 
     async def _run(self, call: int, request: worker_pb2.GenerateRequest) -> None:
@@ -235,9 +235,9 @@ class _ServerCalls:
             outbox.end(call, status_code(error).value[0], error.message, status_details(error))
         except asyncio.CancelledError:
             outbox.end(call, grpc.StatusCode.CANCELLED.value[0], "the call was cancelled")
-        except Exception as error:
+        except Exception:
             log.exception("a call failed")
-            outbox.end(call, grpc.StatusCode.INTERNAL.value[0], f"internal error: {type(error).__name__}: {error}")
+            outbox.end(call, grpc.StatusCode.INTERNAL.value[0], INTERNAL_TEXT)
 
     def _close_if_done(self) -> None:
         if not self._reading and not self._tasks:

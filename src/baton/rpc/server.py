@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.api.v1 import auth_pb2_grpc
 from baton.errors import (
+    INTERNAL_TEXT,
     BatonError,
     ConfigError,
     DeadlineError,
@@ -400,9 +401,9 @@ async def _errors_as_statuses(context: Any) -> AsyncIterator[None]:
         await abort_with(context, error)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
-    except Exception as error:
+    except Exception:
         log.exception("a handler failed")
-        await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
+        await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_TEXT)
 
 
 async def abort_with(context: Any, error: BatonError) -> None:

@@ -126,8 +126,8 @@ async def test_a_bug_in_a_handler_is_internal(server, caplog):
     servicer.error = ZeroDivisionError("oops")
     got = await call(address)
     assert isinstance(got, InternalError)
-    assert "ZeroDivisionError" in got.message
-    assert "a handler failed" in caplog.text
+    assert "oops" not in got.message
+    assert "ZeroDivisionError: oops" in caplog.text
 
 
 @pytest.mark.parametrize("token", [None, Token("wrong")])

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import InternalError, PermissionDeniedError, UnauthenticatedError
+from baton.errors import INTERNAL_TEXT, InternalError, PermissionDeniedError, UnauthenticatedError
 from baton.rpc.audit import Event, audit
 from baton.rpc.auth import HostRule
 from baton_router.accounts import Accounts
@@ -318,7 +318,7 @@ class HttpMiddleware:
             # a whole answer and expects the connection to stay. (After an incomplete answer it closes it anyway.)
             log.exception("request %s to %s failed", ident, endpoint, extra={"request_id": ident})
             if not started:
-                failure = InternalError("something went wrong inside Baton")
+                failure = InternalError(INTERNAL_TEXT)
                 await answer_to(failure)(scope, receive, send_with_id)
             status = 500
         finally:

@@ -23,7 +23,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from baton.errors import InternalError, QueueFullError, UnavailableError
+from baton.errors import INTERNAL_TEXT, InternalError, QueueFullError, UnavailableError
 from baton_router.frontend.http.bodies import Body, BodyBudget
 from baton_router.frontend.http.errors import error_object, http_error_code
 from baton_router.frontend.http.middleware import (
@@ -131,7 +131,7 @@ _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
 )
-_FAILED_BODY = orjson.dumps(error_object(500, "something went wrong inside Baton", code="internal"))
+_FAILED_BODY = orjson.dumps(error_object(500, INTERNAL_TEXT, code="internal"))
 _REFUSED_S = 1.0
 """Seconds that a refused client has to read the error."""
 _WARNING_INTERVAL_S = 60.0

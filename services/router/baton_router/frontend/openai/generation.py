@@ -22,6 +22,7 @@ from baton.allocator import return_free_memory
 from baton.api.v1 import common_pb2
 from baton.background import create_task
 from baton.errors import (
+    INTERNAL_TEXT,
     BatonError,
     DeadlineError,
     InternalError,
@@ -715,7 +716,7 @@ def hide(error: BaseException, exchange: Exchange) -> InternalError:
         exc_info=error,
         extra={"request_id": exchange.request_id},
     )
-    return InternalError("something went wrong inside Baton")
+    return InternalError(INTERNAL_TEXT)
 
 
 def _without_effect(request: OpenAIRequest, prepared: PreparedRequest) -> list[str]:
