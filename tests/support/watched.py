@@ -82,6 +82,7 @@ async def watched_router(
             token_file=str(token),
             reconnect_max_s=0.2,
             no_instance_wait_s=0.2,
+            batch_store=str(directory / "batches"),
         )
         app = RouterApp(config)
         await app.start()

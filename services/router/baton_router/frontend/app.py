@@ -138,7 +138,8 @@ def create_app(
         "/detokenize": PlainEndpoint(DetokenizeBody, tokenizer.detokenize),
     }
     for path in endpoints:
-        _add(app, "POST", path, _served_by_the_protocol)
+        if path != "/v1/batches":  # below, with its other methods
+            _add(app, "POST", path, _served_by_the_protocol)
     app.add_api_route("/v1/responses", _refuse_socket, methods=["GET"], response_class=Response)
     _add(app, "GET", "/v1/responses/{response_id}/input_items", store.list_inputs)
     _add(app, "POST", "/v1/responses/{response_id}/cancel", store.cancel)
@@ -146,11 +147,11 @@ def create_app(
     methods = ["GET", "HEAD", "DELETE"]
     app.add_api_route("/v1/responses/{response_id}", store.serve, methods=methods, response_class=Response)
 
-    _add(app, "POST", "/v1/files", batches.upload)
-    _add(app, "GET", "/v1/files", batches.list_files)
+    lists = ["GET", "HEAD", "POST"]
+    app.add_api_route("/v1/files", batches.serve_files, methods=lists, response_class=Response)
+    app.add_api_route("/v1/batches", batches.list_batches, methods=lists, response_class=Response)
     app.add_api_route("/v1/files/{file_id}", batches.serve_file, methods=methods, response_class=Response)
     _add(app, "GET", "/v1/files/{file_id}/content", batches.read_file)
-    _add(app, "GET", "/v1/batches", batches.list_batches)
     _add(app, "GET", "/v1/batches/{batch_id}", batches.serve_batch)
     _add(app, "POST", "/v1/batches/{batch_id}/cancel", batches.cancel)
 

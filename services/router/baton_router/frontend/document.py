@@ -151,7 +151,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         batches.FileList,
         errors=(404,),
         parameters=(
-            _parameter("query", "purpose", "Only files of it.", enum=["batch", "batch_output"]),
+            _parameter("query", "purpose", "Only files of it: batch or batch_output.", type="string"),
             _parameter("query", "order", "By time of creation; default: desc.", enum=["asc", "desc"]),
             _parameter("query", "limit", "Most files; default: 10000.", type="integer", minimum=1, maximum=10_000),
             _parameter("query", "after", "Id of the file before the first one.", type="string"),

@@ -125,8 +125,11 @@ class BatchEndpoints:
 
     # --- files ---
 
-    async def upload(self, request: Request) -> Response:
-        """Serve ``POST /v1/files``."""
+    async def serve_files(self, request: Request) -> Response:
+        """Serve ``GET`` and ``POST`` of ``/v1/files``."""
+        return await (self._upload(request) if request.method == "POST" else self._list_files(request))
+
+    async def _upload(self, request: Request) -> Response:
         store = self._store
         tenant = _owner(account_of(request))
         length = request.headers.get("content-length", "")
@@ -218,8 +221,7 @@ class BatchEndpoints:
         content: AsyncIterator[bytes] = read_content(self._store, record.id)
         return StreamingResponse(content, headers=headers, media_type="application/jsonl")
 
-    async def list_files(self, request: Request) -> Response:
-        """Serve ``GET /v1/files``."""
+    async def _list_files(self, request: Request) -> Response:
         query = request.query_params
         purpose = query.get("purpose")
         records = await self._records(FILE_PREFIX, _owner(account_of(request)), FileRecord)
@@ -294,7 +296,7 @@ class BatchEndpoints:
         return _answer(await self._batch_object(record))
 
     async def list_batches(self, request: Request) -> Response:
-        """Serve ``GET /v1/batches``."""
+        """Serve ``GET /v1/batches``; ``POST`` is served by the protocol."""
         records = await self._records(BATCH_PREFIX, _owner(account_of(request)), BatchRecord)
         page, has_more = _page(records, request.query_params, 20, _MAX_LISTED_BATCHES)
         data = [await self._batch_object(each) for each in page]
