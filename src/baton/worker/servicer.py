@@ -91,13 +91,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Run many requests on one stream, which routers open; they need no tickets."""
         router = object()
         config = self._worker.base.engine_config
+        loads = config.max_loads or 4 * config.max_num_seqs
         messages = generate_many(
             self._generate,
             requests,
             context,
             lambda addresses: self.role.set_silent_prefills(router, addresses),
-            # Beyond those that run and wait the engine refuses each; as many again may be about to end.
-            max_calls=2 * (config.max_num_seqs + config.max_queue),
+            # Beyond those that run, load and wait the engine refuses each; as many again may be about to end.
+            max_calls=2 * (config.max_num_seqs + loads + config.max_queue),
         )
         try:
             async with aclosing(messages):
