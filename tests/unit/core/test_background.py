@@ -25,6 +25,8 @@ LISTED = {
     "services/kvstore/baton_kvstore/tiers/promotion.py: start_promotion": AWAITED,
     "services/router/baton_router/dispatch/prefill_first.py: _ask": AWAITED,
     "services/router/baton_router/dispatch/request.py: _await_then": ANSWERS,
+    "services/router/baton_router/frontend/batches/runner.py: _answer_lines": "a task group awaits its tasks",
+    "services/router/baton_router/frontend/batches/runner.py: run": AWAITED,
     "services/router/baton_router/processor/grammar_process.py: main": "its process ends with it",
     "services/router/baton_router/registry/instance_monitor.py: _session": AWAITED,
     "services/router/baton_router/replication/replica.py: _stay_connected": "a task group awaits its tasks",

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from baton.background import keep_running
+from baton.background import create_task, keep_running
 from baton.errors import InvalidRequestError, UnavailableError, shown
 from baton.logs import Absence
 from baton.types import BACKGROUND_PRIORITY
@@ -237,7 +237,7 @@ class BatchRunner:
         for record in open_batches:
             if record.id not in self._runs and await context.store.claim(record.id, context.owner, LEASE_S):
                 run = self._runs[record.id] = BatchRun(context, record)
-                task = asyncio.get_running_loop().create_task(self._run_batch(run))
+                task = create_task(self._run_batch(run), "batch", detail=record.id)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         now = context.now()
