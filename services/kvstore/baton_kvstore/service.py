@@ -169,6 +169,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Any) -> kvstore_pb2.DeleteResponse:
         """Delete blocks; a block that is named twice counts once."""
         with self._counted("Delete"):
+            peer = peer_of(context)
             if bool(request.all) + bool(request.block_hashes) + bool(request.tenant) > 1:
                 raise InvalidRequestError("name blocks, set all, or name a tenant: one of them", field="all")
             hashes = None if request.all or request.tenant else self._hashes(request.block_hashes)
@@ -177,7 +178,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             else:
                 deleted = await self._tiers.delete(read_fingerprint(request.fingerprint), hashes)
             what = "all" if request.all else f"tenant {request.tenant}" if request.tenant else "blocks"
-            audit("deleted", what=what, blocks=deleted, peer=peer_of(context))
+            audit("deleted", what=what, blocks=deleted, peer=peer)
             return kvstore_pb2.DeleteResponse(num_deleted=deleted)
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:

@@ -213,5 +213,8 @@ def audit(event: Event, **fields: str | int) -> None:
 
 
 def peer_of(context: Any) -> str:
-    """Return the address of a gRPC call's client, without the port, which differs for each connection."""
+    """Return the address of a gRPC call's client, without the port, which differs for each connection.
+
+    A handler must call this before it waits for anything: when the client has gone, gRPC reads from a null pointer.
+    """
     return unquote(str(context.peer()).rpartition(":")[0])

@@ -136,9 +136,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             InvalidRequestError: The role is unknown.
             BusyError: The instance is not idle.
         """
+        peer = peer_of(context)
         before = self.role.role
         await self._change_role(role_from_pb(request.role))
-        audit("role_changed", before=before, now=self.role.role, peer=peer_of(context))
+        audit("role_changed", before=before, now=self.role.role, peer=peer)
         return worker_pb2.SetRoleResponse(previous=role_to_pb(before))
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:

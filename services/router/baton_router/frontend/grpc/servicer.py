@@ -95,6 +95,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             asked.order = Order.parse(ORDER_HEADER, order)
         asked.traceparent = _metadata(context, "traceparent")
         begun = time.perf_counter()
+        peer = peer_of(context) if self._access_log else ""
         status = "cancelled"
         try:
             prepared = await self._processor.prepare(asked)
@@ -108,7 +109,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         finally:
             if self._access_log:
                 log_access(
-                    peer=peer_of(context),
+                    peer=peer,
                     method="grpc",
                     path="Generate",
                     status=status,
