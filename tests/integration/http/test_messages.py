@@ -414,6 +414,7 @@ def test_a_thread_goes_on_by_the_id_of_its_last_message(served: Served, stream: 
             "messages[1].content",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"thread": {"type": "create", "previous_message_id": "msg_1"}}, "thread.previous_message_id"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),

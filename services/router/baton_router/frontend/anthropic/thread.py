@@ -56,12 +56,14 @@ def open_thread(body: MessagesBody, account: Account | None, store: ResponseStor
     if thread is None:
         return None
     ident = f"msg_{secrets.token_hex(24)}"
+    field = "thread.previous_message_id"
+    previous = thread.get("previous_message_id")
     if thread.get("type") == "create":
+        if previous is not None:
+            raise invalid_field(field, 'is for threads that go on: their type is "continue"')
         return Thread(ident, body.system, body.tools, [], account, store)
     if thread.get("type") != "continue":
         raise invalid_field("thread.type", f"must be create or continue, got {shown(thread.get('type'))}")
-    field = "thread.previous_message_id"
-    previous = thread.get("previous_message_id")
     if not isinstance(previous, str):
         raise invalid_field(field, f"must be a string, got {shown(previous)}")
     for name in ("system", "tools"):
