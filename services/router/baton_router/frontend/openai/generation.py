@@ -306,6 +306,8 @@ class PostEndpoints:
                 exchange.account = identify(options.accounts, headers, endpoint=exchange.path, peer=exchange.peer)
             if exchange.in_turn:  # else the requests before may be what the tenant may have at once
                 self.processor.check_limits(exchange.account)  # before the body is read, which may be long
+        except (BatonError, HTTPException) as error:
+            return error.with_traceback(None)  # the request keeps it, but not its frames, which have the bytes read
         except Exception as error:
             return error
         return check_media(headers, exchange.max_body_bytes)
