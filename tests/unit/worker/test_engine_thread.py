@@ -83,7 +83,7 @@ async def test_calls_that_come_amid_the_engines_end_are_answered(how: str) -> No
 
 
 async def test_a_step_that_does_not_end_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    """As when a device hangs: health checks are answered, so nobody else would notice."""
+    """As when a device hangs: health checks are answered, so that only the engine itself can see it."""
     runner, failed, go_on = ToyRunner(), asyncio.Event(), threading.Event()
     core = EngineCore(EngineConfig(model="toy", block_size=4), runner, runner.make_arena(32))
     engine = EngineThread(core, asyncio.get_running_loop(), failed.set, step_timeout_s=0.2)
