@@ -330,17 +330,18 @@ class FileAccounts:
         """Do nothing: no connection is open."""
 
     async def renew(self) -> bool:
-        """Read the file again if it changed; a broken one is reported and changes nothing. Blocks for a moment."""
+        """Read the file again, in a thread, if it changed; a broken one is reported and changes nothing."""
         stamp = self._stamp()
         if stamp == self._seen:
             return False
         self._seen = stamp
         try:
-            self.accounts.replace(read_entries(self._path))
+            entries = await asyncio.to_thread(read_entries, self._path)
         except ConfigError as error:
             log.error("API keys stay as they were: %s", error.message)
             audit("keys_changed", source=str(self._path), taken="no")
             return False
+        self.accounts.replace(entries)
         log.info("API keys were read again: %d tenants", len(self.accounts))
         audit("keys_changed", source=str(self._path), taken="yes", tenants=len(self.accounts))
         return True
@@ -419,7 +420,7 @@ class RedisAccounts:
             raise ConfigError(f"API keys cannot be read from Redis: {error}", field=FIELD) from error
         if data is None:
             raise ConfigError(f"Redis has no API keys: {self._key} is not there", field=FIELD)
-        self._apply(data)
+        await self._apply(data)
 
     async def renew(self) -> None:
         """Read the accounts again; errors are logged and change nothing."""
@@ -428,7 +429,7 @@ class RedisAccounts:
             if data is None:
                 raise ConfigError(f"{self._key} is not there", field=FIELD)
             if data != self._seen:
-                self._apply(data)
+                await self._apply(data)
                 log.info("API keys were read again: %d tenants", len(self.accounts))
                 audit("keys_changed", source="redis", taken="yes", tenants=len(self.accounts))
         except ConfigError as error:
@@ -447,8 +448,8 @@ class RedisAccounts:
         value = await self._redis.get(self._key)
         return value.encode() if isinstance(value, str) else value
 
-    def _apply(self, data: bytes) -> None:
-        self.accounts.replace(entries_of_json(data))
+    async def _apply(self, data: bytes) -> None:
+        self.accounts.replace(await asyncio.to_thread(entries_of_json, data))
         self._seen = data
 
     def _complain(self, why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
 from baton_router.accounts import (
+    AccountEntry,
     Accounts,
     FileAccounts,
     entries_of_lines,
@@ -302,3 +304,22 @@ def test_what_is_for_services_is_closed_to_keys_and_to_callers_without_any() -> 
     assert admits(f"/{SERVICE}/Generate", "Bearer one")
     assert not admits(f"/{SERVICE}/Generate", None)
     assert admits_clients(None) is None
+
+
+async def test_a_file_is_read_again_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tens of thousands of tenants take seconds to read: requests go on meanwhile."""
+    file = tmp_path / "keys.json"
+    file.write_text('{"tenants": {"a": {"keys": ["sk-a"]}}}')
+    file.chmod(0o600)
+    source = FileAccounts(str(file), "", shared=False)
+    readers = []
+
+    def read(path: Path) -> dict[bytes, AccountEntry]:
+        readers.append(threading.current_thread())
+        return read_entries(path)
+
+    monkeypatch.setattr("baton_router.accounts.read_entries", read)
+    file.write_text('{"tenants": {"a": {"keys": ["sk-a"]}, "b": {"keys": ["sk-b"]}}}')
+    assert await source.renew()
+    assert len(source.accounts) == 2
+    assert readers[0] is not threading.main_thread()
