@@ -29,6 +29,10 @@ RESERVED_VARIABLES = frozenset(
 )
 
 
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
+"""How a template fails that meets data it was not written for: as Python does."""
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -52,7 +56,7 @@ class ChatTemplate:
         try:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:  # Python's compiler has limits
             raise ConfigError(f"the model's chat template is not valid: {error}", field="chat_template") from error
         self._special_tokens = dict(special_tokens or {})
 
@@ -138,7 +142,15 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", field="messages"
             ) from error
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             # A template that meets data it was not written for fails as Python does.
             raise InvalidRequestError(
                 f"the model's chat template cannot render the messages: {type(error).__name__}: {error}",

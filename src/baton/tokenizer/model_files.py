@@ -113,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(content.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object", field="model")

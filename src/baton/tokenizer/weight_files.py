@@ -75,7 +75,7 @@ def read_header(path: Path) -> WeightFile:
     try:
         tensors = json.loads(header)
         end = max((item["data_offsets"][1] for name, item in tensors.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ConfigError(f"{path}: corrupt safetensors header", field="model") from error
     if 8 + length + end != size:
         raise ConfigError(
