@@ -213,6 +213,7 @@ def test_a_password_on_the_command_line_is_warned_of_and_not_repeated() -> None:
 
 
 THREAD_WITHOUT_MEMORY = """
+import os
 import resource
 import threading
 from baton.logs import set_up_logging
@@ -230,6 +231,8 @@ starter.start()
 ended = threading.Thread(target=print)  # its stack is kept for the next thread, so that the kernel gives it one
 ended.start()
 ended.join()
+while os.path.exists(f"/proc/self/task/{ended.native_id}"):  # join returns before the kernel's thread has ended
+    pass
 resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
 begin.set()
 starter.join()
