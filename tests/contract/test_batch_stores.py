@@ -9,18 +9,23 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.requests import Request
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
-from baton.errors import ConfigError, UnavailableError
+from baton.errors import ConfigError, QueueFullError, UnavailableError
+from baton_router.frontend.batches.endpoints import BatchEndpoints, BatchLimits
 from baton_router.frontend.batches.redis_store import RedisBatchStore
+from baton_router.frontend.batches.schemas import CreateBatchBody
 from baton_router.frontend.batches.sqlite_store import SqliteBatchStore
 from baton_router.frontend.batches.store import (
     BATCH_PREFIX,
     FILE_PREFIX,
+    PART_BYTES,
     BatchRecord,
     BatchStore,
     FileRecord,
     LineResult,
+    measure_tenant,
     read_content,
 )
 
@@ -187,3 +192,53 @@ async def test_a_redis_that_is_away_is_an_error_to_try_again_after() -> None:
     with pytest.raises(UnavailableError, match="store of batches"):
         await store.get("file-1")
     await store.close()
+
+
+async def test_content_is_read_in_bounded_pieces(store: BatchStore) -> None:
+    parts = [b"a" * 10, b"b" * (3 * PART_BYTES + 5), b"c" * PART_BYTES, b"d", b"", b"e" * (PART_BYTES - 1), b"f" * 7]
+    for number, data in enumerate(parts):
+        await store.write_part("file-p", number, data)
+    pieces = [data async for data in read_content(store, "file-p")]
+    assert b"".join(pieces) == b"".join(parts)
+    assert max(map(len, pieces)) <= PART_BYTES
+    assert await store.read_parts("file-p", [0, 1, 2], 4, 8) == [b"a" * 6, b"bb"]
+
+
+async def test_old_batches_that_ended_make_room_and_a_list_reads_its_page_alone(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.write_record(file("i", ""))
+    for at in range(9):
+        await store.write_record(batch(str(at), "validating" if at == 0 else "failed", ""))
+    await store.write_record(batch("other", "failed", "b"))
+    await store.write_record(file("0-o", "", size=7))
+    endpoints = BatchEndpoints(store, BatchLimits(ended_batches=4))
+    body = CreateBatchBody(input_file_id="file-i", endpoint="/v1/completions", completion_window="24h")
+    created = (await endpoints.create(body, None))["id"]
+    assert list(await store.batch_states("")) == ["batch_0", "batch_6", "batch_7", "batch_8", created]
+    assert list(await store.batch_states("b")) == ["batch_other"]
+    assert await store.get("file-0-o") is not None
+    read: list[str] = []
+    get = store.get
+
+    async def counting(ident: str) -> object:
+        read.append(ident)
+        return await get(ident)
+
+    monkeypatch.setattr(store, "get", counting)
+    request = Request({"type": "http", "headers": [], "query_string": b"limit=2&after=" + created.encode()})
+    answer = msgspec.json.decode((await endpoints.list_batches(request)).body)
+    assert [x["id"] for x in answer["data"]] == ["batch_8", "batch_7"] == read
+    assert answer["has_more"]
+
+
+async def test_a_tenant_without_room_starts_no_batch(store: BatchStore) -> None:
+    await store.write_record(file("i", "", size=50))
+    body = CreateBatchBody(input_file_id="file-i", endpoint="/v1/completions", completion_window="24h")
+    for limits in (BatchLimits(tenant_bytes=49), BatchLimits(files=1)):
+        with pytest.raises(QueueFullError, match="delete some"):
+            await BatchEndpoints(store, limits).create(body, None)
+    assert await store.batch_states("") == {}
+    await store.write_record(batch("x", tenant=""))
+    await store.add_results(batch("x"), [LineResult(1, False, b"12345"), LineResult(2, True, b"67")])
+    assert await measure_tenant(store, "") == 57

@@ -74,6 +74,7 @@ class Accounts:
     def __init__(self, entries: Mapping[bytes, AccountEntry], secret: bytes) -> None:
         self._secret = secret
         self._known: dict[bytes, Account] = {}
+        self._named: dict[str, Account] = {}
         self._several = False
         self.replace(entries)
 
@@ -83,7 +84,7 @@ class Accounts:
         return cls(entries_of_lines("\n".join(keys)), secrets.token_bytes(32))
 
     def __len__(self) -> int:
-        return len({account.name for account in self._known.values()})
+        return len(self._named)
 
     def replace(self, entries: Mapping[bytes, AccountEntry]) -> None:
         """Replace the keys; running requests go on."""
@@ -94,10 +95,11 @@ class Accounts:
             entry.tenant.id: _account(entry, self._secret, alone=not self._several) for entry in entries.values()
         }
         self._known = {digest: accounts[entry.tenant.id] for digest, entry in entries.items()}
+        self._named = {account.name: account for account in accounts.values()}
 
     def named(self, name: str) -> Account | None:
         """Return a tenant's account; ``None``: there is no such tenant (any more)."""
-        return next((account for account in self._known.values() if account.name == name), None)
+        return self._named.get(name)
 
     def identify(self, header: str) -> Account | None:
         """Return the holder of the key in an ``authorization`` header; ``None``: the key is unknown.

@@ -276,7 +276,9 @@ def _build_web(
     runner = None
     if store is not None:
         slots = BackgroundSlots(pipeline.dispatcher.admission)
-        runner = BatchRunner(store, front.posts, credentials.accounts, slots, metrics, config.batch_lines, now)
+        runner = BatchRunner(
+            store, front.posts, credentials.accounts, slots, metrics, limits.lines, limits.tenant_bytes, now
+        )
         batches.on_change = runner.wake
     insight = DebugEndpoints(
         front.app,

@@ -258,6 +258,33 @@ async def test_names_must_be_there_and_unique(tmp_path: Path) -> None:
             assert [x.code for x in batch.errors.data or []] == [code]
 
 
+async def test_results_end_where_the_bytes_of_a_tenant_do(tmp_path: Path) -> None:
+    async with app(tmp_path, batch_tenant_bytes=16_000) as made, client_of(url_of(made)) as client:
+        batch = await create(client, [line(i) for i in range(60)])
+        batch = await wait_until(client, batch, "completed")
+        assert batch.request_counts is not None
+        assert 0 < batch.request_counts.completed < 40
+        assert {x["error"]["code"] for x in await results(client, batch.error_file_id)} == {"output_limit"}
+        with pytest.raises(openai.RateLimitError, match="delete some"):
+            await client.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+        for ident in (batch.output_file_id, batch.error_file_id):
+            await client.files.delete(str(ident))
+        await client.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+
+
+async def test_only_so_many_files_are_read_at_once(tmp_path: Path) -> None:
+    async with app(tmp_path) as made, client_of(url_of(made)) as client, contextlib.AsyncExitStack() as stack:
+        file = await client.files.create(file=("in.jsonl", b"x" * (16 << 20)), purpose="batch")
+        readers = []
+        request = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        for _ in range(33):  # they read the beginning of the answer and no more
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.http_port, limit=1 << 16)
+            stack.callback(writer.close)
+            writer.write(request)
+            readers.append(await reader.readline())
+        assert [x.split()[1] for x in readers] == [b"200"] * 32 + [b"429"]
+
+
 async def test_completions_and_responses_run_too(tmp_path: Path) -> None:
     bodies = {"/v1/completions": {"prompt": "def", "max_tokens": 3}, "/v1/responses": {"input": "def"}}
     async with app(tmp_path) as made, client_of(url_of(made)) as client:

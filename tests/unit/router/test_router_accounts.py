@@ -6,16 +6,19 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
+from baton.types import RequestId, Role, SamplingParams
 from baton_router.accounts import (
     AccountEntry,
     Accounts,
@@ -25,10 +28,14 @@ from baton_router.accounts import (
     read_entries,
     read_secret,
 )
-from baton_router.admission.gate import TenantLimits
+from baton_router.admission.estimates import Estimates, Room
+from baton_router.admission.gate import Admission, TenantLimits
 from baton_router.frontend.grpc.servicer import SERVICE, admits_clients
 from baton_router.metrics import Amount
-from baton_router.types import Account
+from baton_router.registry.instance import Instance
+from baton_router.scheduler.placer import Fleet, Placer
+from baton_router.scheduler.speeds import Speeds
+from baton_router.types import Account, RoutedRequest
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SECRET = b"0123456789abcdef"
@@ -284,6 +291,37 @@ def test_no_tenant_gets_more_than_its_rate(asks: list[tuple[float, float]]) -> N
             taken, let_in = taken + cost, let_in + 1
     assert taken <= 600 + 10 * now[0] + 1e-6
     assert let_in <= 30 + now[0] / 2 + 1e-6
+
+
+class NoInstances:
+    def ready(self, role: Role) -> list[Instance]:
+        return []
+
+
+async def test_what_a_tenant_is_charged_in_advance_is_moved_by_its_own_answers_alone() -> None:
+    speeds = Speeds()
+    fleet = cast(Fleet, NoInstances())
+    estimates = Estimates(cast(Placer, None), speeds, fleet)
+    room = Room(fleet, speeds, None, None, time.monotonic)
+    admission = Admission(room, estimates, RouterConfig(), CollectorRegistry())
+    held = accounts({"tenants": {"a": {"keys": ["k"], "tokens_per_minute": 10**9}, "b": {"keys": ["l"]}}})
+
+    async def charge(max_tokens: int, *, n: int = 1, generated: int = 0) -> float:
+        sampling = SamplingParams(max_tokens=max_tokens, n=n)
+        request = RoutedRequest(RequestId("r"), [1], sampling, account=held.identify("Bearer k"))
+        ticket = await admission.enter(request)
+        admission.release(ticket, generated)
+        return ticket.expected
+
+    for _ in range(50):  # of another tenant
+        speeds.output.add(0.0, 5000.0, speeds.now())
+    assert [await charge(100, n=3), await charge(4000)] == [300, 256]
+    for _ in range(50):
+        await charge(4000, n=2, generated=2 * 1000)
+    for _ in range(50):
+        speeds.output.add(0.0, 1.0, speeds.now())
+    assert await charge(4000) == pytest.approx(1000, rel=0.01)
+    assert await charge(300) == 300
 
 
 def test_keys_need_the_services_token() -> None:

@@ -135,7 +135,7 @@ class Admission:
         account = request.account
         if account is None or not account.limited:
             return await self._enter(request)
-        expected = self._estimates.output_tokens(request)
+        expected = self._tenants.output_tokens(account, request.sampling.n, request.sampling.max_tokens)
         self._tenants.begin(account, len(request.prompt_token_ids) + expected)
         try:
             ticket = await self._enter(request)
@@ -211,6 +211,8 @@ class Admission:
         """
         if ticket.account is not None:
             self._tenants.end(ticket.account, unused=(0.0, ticket.expected - generated))
+            if generated:
+                self._tenants.learn_output(ticket.account, generated / ticket.sequences)
         self._num_in_flight -= 1
         # Estimates are fractions: rounding errors of their sums must not look like work.
         self._in_flight = self._in_flight - ticket.cost if self._num_in_flight else 0.0
@@ -437,6 +439,11 @@ def shutting_down() -> UnavailableError:
 
 
 _MINUTE_S = 60.0
+_LEAST_OUTPUT = 256.0
+"""Output tokens of a sequence that are charged in advance at least, or its ``max_tokens``: a tenant that has had short
+answers cannot start any number of long ones."""
+_NEWEST = 0.1
+"""Weight of a tenant's newest request in the mean of its outputs."""
 _BUSY_S = 1.0
 """Seconds after which a tenant with too many requests at once may try again: it is unknown when one of them ends."""
 
@@ -460,13 +467,15 @@ class _Use:
     requests: _Bucket
     tokens: _Bucket
     running: int = 0
+    output: float = 0.0
+    """Mean output tokens of the tenant's own sequences."""
 
 
 class TenantLimits:
     """Limits of tenants, however idle the cluster is: requests at once, requests and tokens per minute.
 
     Rates are token buckets with the budget of a minute, which a tenant may spend in a burst. A request that costs more
-    than that is admitted when the bucket is full, and leaves it negative.
+    than that is admitted when the bucket is full, and leaves it negative. Nothing that other tenants do counts here.
 
     Args:
         now: Monotonic clock, in seconds.
@@ -492,6 +501,23 @@ class TenantLimits:
         use.requests.level -= 1.0 if account.requests_per_minute else 0.0
         use.tokens.level -= cost if account.tokens_per_minute else 0.0
         use.running += 1
+
+    def output_tokens(self, account: Account, num_sequences: int, max_tokens: int | None) -> float:
+        """Return the output tokens that a request is charged until it ends.
+
+        Args:
+            account: Account of the tenant.
+            num_sequences: Sequences of the request.
+            max_tokens: Most output tokens of a sequence; ``None``: as many as fit.
+        """
+        use = self._uses.get(account.name)
+        expected = max(_LEAST_OUTPUT, use.output if use is not None else 0.0)
+        return num_sequences * (expected if max_tokens is None else min(max_tokens, expected))
+
+    def learn_output(self, account: Account, tokens: float) -> None:
+        """Learn from the output tokens of a sequence that has ended."""
+        use = self._uses[account.name]
+        use.output += _NEWEST * (tokens - use.output)
 
     def end(self, account: Account, *, unused: tuple[float, float] = (0.0, 0.0)) -> None:
         """End a request of a tenant, or one that was not admitted after all.

@@ -134,7 +134,15 @@ def test_a_boundary_inside_a_line_is_content() -> None:
     assert b"".join(x for x in events if isinstance(x, bytes)) == b"a--B\r\nb"
 
 
-@pytest.mark.parametrize("body", [b"--B\r\nX: y\r\n\r\n", b"--B\r\n" + b"x" * 9000, b"--B??"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"--B\r\nX: y\r\n\r\n",
+        b"--B\r\nContent-Disposition: form-data; name=x\r\n\r\n\r\n".replace(b"x", b'"x"') * 33,
+        b"--B\r\n" + b"x" * 9000,
+        b"--B??",
+    ],
+)
 def test_malformed_forms_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         list(MultipartParser(b"B").feed(body))

@@ -13,6 +13,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from baton.errors import (
     BusyError,
@@ -63,6 +64,8 @@ _UPLOAD_S = 3600
 """Seconds after which an upload that was not completed is removed."""
 _MAX_LISTED_FILES = 10_000
 _MAX_LISTED_BATCHES = 100
+_MOST_REMOVED = 10
+"""Ended batches that a new one removes at most."""
 _MAX_FIELD_BYTES = 1024
 _MAX_FIELDS = 16
 _MAX_NAME_CHARS = 255
@@ -82,6 +85,8 @@ class BatchLimits:
         files: Most files.
         tenant_bytes: Most bytes of all files.
         batches: Most batches that have not ended.
+        ended_batches: Most batches that have ended; the oldest ones are removed, and their files stay.
+        readers: Most files that are read at once.
     """
 
     file_bytes: int = 100 << 20
@@ -89,6 +94,8 @@ class BatchLimits:
     files: int = 500
     tenant_bytes: int = 1 << 30
     batches: int = 20
+    ended_batches: int = 500
+    readers: int = 32
 
 
 class BatchEndpoints:
@@ -116,6 +123,7 @@ class BatchEndpoints:
         self.on_change = on_change
         self._now = now
         self._arriving: Counter[str] = Counter()
+        self._reading: Counter[str] = Counter()
 
     @property
     def _store(self) -> BatchStore:
@@ -195,7 +203,7 @@ class BatchEndpoints:
             tenant: Name of the tenant.
             size: Bytes of the file; 0: it is not there yet.
         """
-        files = await self._records(FILE_PREFIX, tenant, FileRecord)
+        files = await self._files(tenant)
         limits = self._limits
         if not size and len(files) >= limits.files:
             raise QueueFullError(f"there are {len(files)} files already, as many as may be kept: delete some")
@@ -208,9 +216,10 @@ class BatchEndpoints:
         record = await self._file(request)
         if request.method != "DELETE":
             return _answer(_file_object(record))
-        for batch in await self._records(BATCH_PREFIX, record.tenant, BatchRecord):
-            if batch.input_file_id == record.id and batch.status in OPEN_STATES:
-                raise BusyError(f"file_id: the batch {batch.id} reads this file", field="file_id")
+        for ident, state in (await self._store.batch_states(record.tenant)).items():
+            batch = await self._store.get(ident) if state in OPEN_STATES else None
+            if isinstance(batch, BatchRecord) and batch.input_file_id == record.id and batch.status in OPEN_STATES:
+                raise BusyError(f"file_id: the batch {ident} reads this file", field="file_id")
         await self._store.delete(record)
         return _answer(DeletedFile(id=record.id))
 
@@ -218,16 +227,19 @@ class BatchEndpoints:
         """Serve ``GET /v1/files/{file_id}/content``."""
         record = await self._file(request)
         headers = {"content-length": str(record.size)}
-        content: AsyncIterator[bytes] = read_content(self._store, record.id)
-        return StreamingResponse(content, headers=headers, media_type="application/jsonl")
+        if self._reading[record.tenant] >= self._limits.readers:
+            message = f"{self._limits.readers} files are read already, as many as may be read at once"
+            raise QueueFullError(message, retry_after_s=1.0)
+        content = read_content(self._store, record.id)
+        return _ContentResponse(content, self._reading, record.tenant, headers=headers, media_type="application/jsonl")
 
     async def _list_files(self, request: Request) -> Response:
         query = request.query_params
         purpose = query.get("purpose")
-        records = await self._records(FILE_PREFIX, _owner(account_of(request)), FileRecord)
-        files = [x for x in records if x.status != UPLOADING and purpose in (None, x.purpose)]
-        page, has_more = _page(files, query, _MAX_LISTED_FILES, _MAX_LISTED_FILES)
-        data = [_file_object(each) for each in page]
+        records = await self._files(_owner(account_of(request)))
+        files = {x.id: x for x in records if x.status != UPLOADING and purpose in (None, x.purpose)}
+        page, has_more = _page(list(files), query, _MAX_LISTED_FILES, _MAX_LISTED_FILES)
+        data = [_file_object(files[ident]) for ident in page]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         return _answer(FileList(data=data, has_more=has_more, first_id=first_id, last_id=last_id))
 
@@ -251,11 +263,15 @@ class BatchEndpoints:
         file = await self._find(FileRecord, body.input_file_id, tenant, "input_file_id", "file")
         if file.purpose != "batch":
             raise invalid_field("input_file_id", f"must be a file of purpose batch, not {file.purpose}")
-        batches = await self._records(BATCH_PREFIX, tenant, BatchRecord)
-        num_open = sum(each.status in OPEN_STATES for each in batches)
-        if num_open >= self._limits.batches:
-            message = f"{num_open} batches have not ended yet, as many as there may be at once"
+        await self._check_room(tenant)
+        states = await store.batch_states(tenant)
+        ended = [ident for ident, state in states.items() if state not in OPEN_STATES]
+        if len(states) - len(ended) >= self._limits.batches:
+            message = f"{len(states) - len(ended)} batches have not ended yet, as many as there may be at once"
             raise QueueFullError(message, retry_after_s=60.0)
+        for ident in ended[: min(_MOST_REMOVED, max(0, len(ended) - self._limits.ended_batches + 1))]:
+            if (oldest := await store.get(ident)) is not None:
+                await store.delete(oldest)
         now = int(self._now())
         record = BatchRecord(
             id=new_id(BATCH_PREFIX),
@@ -297,9 +313,10 @@ class BatchEndpoints:
 
     async def list_batches(self, request: Request) -> Response:
         """Serve ``GET /v1/batches``; ``POST`` is served by the protocol."""
-        records = await self._records(BATCH_PREFIX, _owner(account_of(request)), BatchRecord)
-        page, has_more = _page(records, request.query_params, 20, _MAX_LISTED_BATCHES)
-        data = [await self._batch_object(each) for each in page]
+        idents = list(await self._store.batch_states(_owner(account_of(request))))
+        page, has_more = _page(idents, request.query_params, 20, _MAX_LISTED_BATCHES)
+        records = [await self._store.get(ident) for ident in page]
+        data = [await self._batch_object(each) for each in records if isinstance(each, BatchRecord)]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         return _answer(BatchList(data=data, has_more=has_more, first_id=first_id, last_id=last_id))
 
@@ -330,8 +347,8 @@ class BatchEndpoints:
 
     # --- records ---
 
-    async def _records(self, prefix: str, tenant: str, kind: type[R]) -> list[R]:
-        return [x for x in await self._store.list_records(prefix, tenant) if isinstance(x, kind)]
+    async def _files(self, tenant: str) -> list[FileRecord]:
+        return [x for x in await self._store.list_records(FILE_PREFIX, tenant) if isinstance(x, FileRecord)]
 
     async def _find(self, kind: type[R], ident: str, tenant: str, field: str, what: str) -> R:
         """Return a record of the tenant.
@@ -343,6 +360,31 @@ class BatchEndpoints:
         if not isinstance(record, kind) or record.tenant != tenant or record.status == UPLOADING:
             raise NotFoundError(f"{field}: there is no {what} {shown(ident)} here (any more)", field=field)
         return record
+
+
+class _ContentResponse(StreamingResponse):
+    """The content of a file, which counts as being read until it is sent or its client has gone.
+
+    Args:
+        content: The content.
+        reading: Number of files being read, by tenant.
+        tenant: Name of the tenant.
+        kwargs: What the response is made with.
+    """
+
+    def __init__(self, content: AsyncIterator[bytes], reading: Counter[str], tenant: str, **kwargs: Any) -> None:
+        super().__init__(content, **kwargs)
+        self._reading = reading
+        self._tenant = tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._reading[self._tenant] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._reading[self._tenant] -= 1
+            if not self._reading[self._tenant]:
+                del self._reading[self._tenant]
 
 
 class _Upload:
@@ -444,11 +486,11 @@ def _check_metadata(metadata: dict[str, str] | None) -> None:
             raise invalid_field("metadata", f"must have {bounds}: {shown(name)}")
 
 
-def _page(records: Sequence[R], query: Mapping[str, str], default: int, most: int) -> tuple[list[R], bool]:
-    """Return a page of records, and whether there are more.
+def _page(idents: Sequence[str], query: Mapping[str, str], default: int, most: int) -> tuple[list[str], bool]:
+    """Return a page of identifiers, and whether there are more.
 
     Args:
-        records: All records, oldest first.
+        idents: All identifiers, oldest first.
         query: Query of the request: ``order``, ``after``, ``limit``.
         default: Length of a page.
         most: Longest page.
@@ -459,12 +501,11 @@ def _page(records: Sequence[R], query: Mapping[str, str], default: int, most: in
     limit = query.get("limit", str(default))
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= most):
         raise invalid_field("limit", f"must be between 1 and {most}, got {shown(limit)}")
-    ordered = list(records) if order == "asc" else list(reversed(records))
+    ordered = list(idents) if order == "asc" else list(reversed(idents))
     if "after" in query:
-        places = [at for at, each in enumerate(ordered) if each.id == query["after"]]
-        if not places:
+        if query["after"] not in ordered:
             raise NotFoundError(f"after: there is no {shown(query['after'])} here (any more)", field="after")
-        ordered = ordered[places[0] + 1 :]
+        ordered = ordered[ordered.index(query["after"]) + 1 :]
     return ordered[: int(limit)], len(ordered) > int(limit)
 
 

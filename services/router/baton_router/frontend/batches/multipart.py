@@ -9,6 +9,7 @@ from typing import NamedTuple
 from baton.errors import InvalidRequestError
 
 MAX_HEADERS_BYTES = 8192
+MAX_PARTS = 32
 _BOUNDARY = re.compile(r"""multipart/form-data\s*;.*?\bboundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.IGNORECASE)
 _DISPOSITION = re.compile(rb"content-disposition:\s*form-data\b(.*)", re.IGNORECASE)
 _PARAMETER = re.compile(rb';\s*(filename|name)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
@@ -54,6 +55,7 @@ class MultipartParser:
         self._data = b"\r\n"  # the first delimiter has no line before it
         self._in_headers = False
         self._in_part = False
+        self._num_parts = 0
         self.done = False
 
     def feed(self, data: bytes) -> Iterator[FormPart | bytes]:
@@ -71,6 +73,9 @@ class MultipartParser:
                 if not end:
                     return
                 self._in_headers, self._in_part, self._data = False, True, rest
+                self._num_parts += 1
+                if self._num_parts > MAX_PARTS:
+                    raise InvalidRequestError(f"the form has more than {MAX_PARTS} parts", field="file")
                 yield _read_head(head)
             at = self._data.find(self._delimiter)
             if at < 0:

@@ -12,6 +12,7 @@ from typing import Any
 from baton.errors import UnavailableError
 from baton.rpc.redis import open_redis, redis_errors
 from baton_router.frontend.batches.store import (
+    BATCH_PREFIX,
     OPEN_STATES,
     BatchRecord,
     FileSize,
@@ -42,6 +43,18 @@ for i = 1, #ARGV, 3 do
   end
 end
 """
+_READ_PARTS = """
+local pieces, start, room = {}, tonumber(ARGV[1]), tonumber(ARGV[2])
+for i = 3, #ARGV do
+  local data = redis.call('HGET', KEYS[1], ARGV[i])
+  if not data then break end
+  local piece = string.sub(data, start + 1, start + room)
+  pieces[#pieces + 1] = piece
+  start, room = 0, room - #piece
+  if room == 0 then break end
+end
+return pieces
+"""
 _CLAIM = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 0 end
@@ -65,8 +78,9 @@ class RedisBatchStore:
     def __init__(self, url: str, prefix: str) -> None:
         self._redis = open_redis(url, timeout_s=_TIMEOUT_S)
         self._prefix = f"{prefix}:batches"
-        scripts = (_PUT, _ADD_RESULTS, _CLAIM, _RELEASE)
-        self._put, self._add_results, self._claim, self._release = map(self._redis.register_script, scripts)
+        scripts = (_PUT, _ADD_RESULTS, _READ_PARTS, _CLAIM, _RELEASE)
+        registered = map(self._redis.register_script, scripts)
+        self._put, self._add_results, self._read_parts, self._claim, self._release = registered
 
     def _key(self, kind: str, name: str = "") -> str:
         return f"{self._prefix}:{kind}:{name}"
@@ -90,6 +104,15 @@ class RedisBatchStore:
 
     async def list_records(self, prefix: str, tenant: str) -> list[Record]:
         return await self._records(await self._call(self._redis.zrange(self._key("tenant", prefix + tenant), 0, -1)))
+
+    async def batch_states(self, tenant: str) -> dict[str, str]:
+        names = await self._call(self._redis.zrange(self._key("tenant", BATCH_PREFIX + tenant), 0, -1))
+        idents = [name.decode() for name in names]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for ident in idents:
+                pipeline.hget(self._key("record", ident), "status")
+            states = await self._call(pipeline.execute())
+        return {ident: state.decode() for ident, state in zip(idents, states, strict=True) if state is not None}
 
     async def open_batches(self) -> list[BatchRecord]:
         records = await self._records(await self._call(self._redis.zrange(self._key("open"), 0, -1)))
@@ -124,10 +147,9 @@ class RedisBatchStore:
         parts, _ = self._file_keys(file_id)
         return sorted(int(x) for x in await self._call(self._redis.hkeys(parts)))
 
-    async def read_parts(self, file_id: str, numbers: Sequence[int]) -> list[bytes]:
+    async def read_parts(self, file_id: str, numbers: Sequence[int], start: int, most: int) -> list[bytes]:
         parts, _ = self._file_keys(file_id)
-        values = await self._call(self._redis.hmget(parts, [str(x) for x in numbers]))
-        return [data for data in values if data is not None]
+        return list(await self._call(self._read_parts(keys=[parts], args=[start, most, *numbers])))
 
     async def measure(self, file_id: str) -> FileSize:
         parts, size = self._file_keys(file_id)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import math
 import re
 import secrets
 import time
@@ -42,6 +43,7 @@ from baton_router.frontend.batches.store import (
     BatchStore,
     FileRecord,
     LineResult,
+    measure_tenant,
 )
 from baton_router.frontend.http.protocol import Exchange
 from baton_router.frontend.openai.generation import PostEndpoints
@@ -76,6 +78,9 @@ _GIVEN_UP = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
 }
 """Code and message of lines without an answer, by the state that the batch ends in."""
+_NO_ROOM = ("output_limit", "the tenant's files have as many bytes as they may have: delete some, and send this again")
+_LOOKS = 64
+"""Results are measured whenever this share of a tenant's bytes was added to them."""
 
 
 _BEFORE_THE_END = frozenset({"validating", "in_progress"})
@@ -157,6 +162,7 @@ class RunContext:
         lines: Number of lines by outcome.
         owner: Name of this router in leases.
         max_lines: Most lines of a batch.
+        tenant_bytes: Most bytes of all files of a tenant, results of its batches among them.
         now: Clock, in Unix seconds.
     """
 
@@ -167,6 +173,7 @@ class RunContext:
     lines: Counter
     owner: str
     max_lines: int
+    tenant_bytes: int
     now: Callable[[], float]
 
 
@@ -180,6 +187,7 @@ class BatchRunner:
         slots: Idle capacity.
         registry: Registry for the metrics.
         max_lines: Most lines of a batch.
+        tenant_bytes: Most bytes of all files of a tenant, results of its batches among them.
         now: Clock, in Unix seconds.
     """
 
@@ -191,12 +199,14 @@ class BatchRunner:
         slots: BackgroundSlots,
         registry: CollectorRegistry,
         max_lines: int,
+        tenant_bytes: int,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         metrics = BatchMetrics(registry, lambda: slots.num_running, lambda: len(self._runs))
-        self._context = RunContext(store, posts, accounts, slots, metrics.lines, secrets.token_hex(8), max_lines, now)
+        owner = secrets.token_hex(8)
+        self._context = RunContext(store, posts, accounts, slots, metrics.lines, owner, max_lines, tenant_bytes, now)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._swept_at = 0.0
@@ -280,6 +290,9 @@ class BatchRun:
         self.record = record
         self.wake = asyncio.Event()
         self._unsaved: list[LineResult] = []
+        self._unmeasured = math.inf
+        """Bytes of results since the tenant's files were measured."""
+        self._is_full = False
         self._saving = asyncio.Lock()
         self._resume_at = 0.0
         """Time by the loop's clock before which no further line is sent: the router, or what is behind it, refuses."""
@@ -383,6 +396,9 @@ class BatchRun:
             async for line in self._lines():
                 if line.number in done:
                     continue
+                if self._is_full or await self._look_for_room():
+                    await self._save(unsent_line(line, *_NO_ROOM))
+                    continue
                 try:
                     parsed = parse_line(line, self.record.endpoint, self._context.posts.max_body_bytes())
                 except InvalidRequestError as error:
@@ -391,6 +407,14 @@ class BatchRun:
                 # Refusals and the slot are waited for here, so that no more lines are read than can run.
                 await asyncio.sleep(self._resume_at - loop.time())
                 group.create_task(self._answer(line.number, parsed, await self._acquire(line.number)))
+
+    async def _look_for_room(self) -> bool:
+        """Return whether the tenant's files and results have all the bytes that they may have."""
+        most = self._context.tenant_bytes
+        if self._unmeasured * _LOOKS >= most:
+            self._unmeasured = 0
+            self._is_full = await measure_tenant(self._store, self.record.tenant) >= most
+        return self._is_full
 
     async def _done(self) -> set[int]:
         """Return the numbers of the lines that have a result."""
@@ -484,6 +508,7 @@ class BatchRun:
     async def _save(self, result: LineResult) -> None:
         """Store a result, together with others that have come meanwhile."""
         self._unsaved.append(result)
+        self._unmeasured += len(result.data)
         self._context.lines.labels("failed" if result.failed else "completed").inc()
         async with self._saving:
             results, self._unsaved = self._unsaved, []

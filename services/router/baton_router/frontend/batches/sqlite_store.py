@@ -97,6 +97,10 @@ class SqliteBatchStore:
     async def list_records(self, prefix: str, tenant: str) -> list[Record]:
         return await self._records("WHERE prefix = ? AND tenant = ? ORDER BY number", (prefix, tenant))
 
+    async def batch_states(self, tenant: str) -> dict[str, str]:
+        statement = "SELECT id, status FROM records WHERE prefix = ? AND tenant = ? ORDER BY number"
+        return await self._run(lambda: dict(self._db.execute(statement, (BATCH_PREFIX, tenant)).fetchall()))
+
     async def open_batches(self) -> list[BatchRecord]:
         marks = ", ".join("?" * len(OPEN_STATES))
         where = f"WHERE prefix = ? AND status IN ({marks}) ORDER BY number"
@@ -131,10 +135,21 @@ class SqliteBatchStore:
         statement = "SELECT number FROM parts WHERE file = ? ORDER BY number"
         return await self._run(lambda: [row[0] for row in self._db.execute(statement, (file_id,))])
 
-    async def read_parts(self, file_id: str, numbers: Sequence[int]) -> list[bytes]:
+    async def read_parts(self, file_id: str, numbers: Sequence[int], start: int, most: int) -> list[bytes]:
         statement = "SELECT data FROM parts WHERE file = ? AND number BETWEEN ? AND ? ORDER BY number"
         values = (file_id, numbers[0], numbers[-1])
-        return await self._run(lambda: [row[0] for row in self._db.execute(statement, values)])
+
+        def work() -> list[bytes]:
+            pieces: list[bytes] = []
+            skip, room = start, most
+            for (data,) in self._db.execute(statement, values):
+                pieces.append(data[skip : skip + room])
+                skip, room = 0, room - len(pieces[-1])
+                if not room:
+                    break
+            return pieces
+
+        return await self._run(work)
 
     async def measure(self, file_id: str) -> FileSize:
         statement = "SELECT count(*), coalesce(sum(size), 0) FROM parts WHERE file = ?"

@@ -9,6 +9,7 @@ nothing: it adds the records of its two files.
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -19,8 +20,9 @@ BATCH_PREFIX = "batch_"
 KEEP_S = 30 * 24 * 3600
 """Seconds that files, and batches that have ended, are kept by default."""
 PART_BYTES = 256 * 1024
-"""Bytes of the parts of an uploaded file."""
+"""Bytes of the parts of an uploaded file, and most bytes of a file that are read at once."""
 _PARTS_AT_ONCE = 16
+"""Parts that are asked for at once, of which :data:`PART_BYTES` bytes are read at most."""
 UPLOADING = "uploading"
 """Status of a file whose content is still arriving; clients do not see it."""
 OPEN_STATES = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
@@ -144,6 +146,9 @@ class BatchStore(Protocol):
     async def list_records(self, prefix: str, tenant: str) -> list[Record]:
         """Return a tenant's files or batches, by the prefix of their identifiers, in the order of their creation."""
 
+    async def batch_states(self, tenant: str) -> dict[str, str]:
+        """Return the states of a tenant's batches by their identifiers, in the order of their creation."""
+
     async def open_batches(self) -> list[BatchRecord]:
         """Return all tenants' batches that have not ended, in the order of their creation."""
 
@@ -162,8 +167,18 @@ class BatchStore(Protocol):
     async def part_numbers(self, file_id: str) -> list[int]:
         """Return the numbers of a file's parts, rising."""
 
-    async def read_parts(self, file_id: str, numbers: Sequence[int]) -> list[bytes]:
-        """Return parts of a file, without those that are gone; ``numbers`` are neighbours in :meth:`part_numbers`."""
+    async def read_parts(self, file_id: str, numbers: Sequence[int], start: int, most: int) -> list[bytes]:
+        """Return parts of a file, as far as ``most`` bytes reach.
+
+        Args:
+            file_id: The file.
+            numbers: Numbers of the parts, neighbours in :meth:`part_numbers`.
+            start: Bytes to leave out of the first part.
+            most: Bytes of all parts together.
+
+        Returns:
+            A piece per part, the last one cut at ``most`` bytes; fewer pieces if ``most`` is reached or parts are gone.
+        """
 
     async def measure(self, file_id: str) -> FileSize:
         """Return the number and bytes of a file's parts."""
@@ -179,11 +194,33 @@ class BatchStore(Protocol):
 
 
 async def read_content(store: BatchStore, file_id: str) -> AsyncIterator[bytes]:
-    """Iterate over the parts of a file."""
-    numbers = await store.part_numbers(file_id)
-    for at in range(0, len(numbers), _PARTS_AT_ONCE):
-        for data in await store.read_parts(file_id, numbers[at : at + _PARTS_AT_ONCE]):
-            yield data
+    """Iterate over the content of a file, of which at most :data:`PART_BYTES` bytes are in memory."""
+    numbers = array("Q", await store.part_numbers(file_id))
+    at = start = 0
+    while at < len(numbers):
+        pieces = await store.read_parts(file_id, numbers[at : at + _PARTS_AT_ONCE], start, PART_BYTES)
+        if not pieces:
+            return  # the file was deleted meanwhile
+        content = b"".join(pieces)
+        if len(content) < PART_BYTES:
+            at, start = at + len(pieces), 0
+        else:  # there may be more of the last part
+            start = len(pieces[-1]) + (start if len(pieces) == 1 else 0)
+            at += len(pieces) - 1
+        del pieces
+        if content:
+            yield content
+
+
+async def measure_tenant(store: BatchStore, tenant: str) -> int:
+    """Return the bytes of all files of a tenant, and of the results of its batches that have not ended."""
+    size = sum(x.size for x in await store.list_records(FILE_PREFIX, tenant) if isinstance(x, FileRecord))
+    for ident, state in (await store.batch_states(tenant)).items():
+        batch = await store.get(ident) if state in OPEN_STATES else None
+        if isinstance(batch, BatchRecord):
+            for file in (batch.output_id, batch.error_id):
+                size += (await store.measure(file)).size
+    return size
 
 
 def new_id(prefix: str) -> str:
