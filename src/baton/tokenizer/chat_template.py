@@ -1,8 +1,9 @@
 """A model's chat template: messages to prompt text.
 
-Templates come with models and are foreign code, so they run in jinja's immutable sandbox and see plain JSON
-data alone. The environment is the one that templates are written for: block trimming, loop controls,
-``raise_exception``, ``tojson`` without HTML escapes, ``strftime_now`` and the ``generation`` tag.
+Templates come with models and are foreign code, so they run in jinja's immutable sandbox, with bounded work and memory
+(``template_limits.py``), and see plain JSON data alone. The environment is the one that templates are written for:
+block trimming, loop controls, ``raise_exception``, ``tojson`` without HTML escapes, ``strftime_now`` and the
+``generation`` tag.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from baton.errors import ConfigError, InvalidRequestError
 from baton.tokenizer.model_files import read_file, read_json
+from baton.tokenizer.template_limits import BoundedEnvironment, TemplateWorkError, bounded_work
 
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
@@ -54,8 +55,8 @@ class ChatTemplate:
         self.source = source
         environment = _environment(lambda: datetime.now().astimezone())
         try:
+            self._template = environment.bounded(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-            self._template = environment.from_string(source)
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:  # Python's compiler has limits
             raise ConfigError(f"the model's chat template is not valid: {error}", field="chat_template") from error
         self._special_tokens = dict(special_tokens or {})
@@ -137,21 +138,19 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(values)
+            pieces: list[str] = []
+            with bounded_work(sum(len(x["content"]) for x in messages if isinstance(x.get("content"), str))) as charge:
+                for piece in self._template.generate(values):
+                    charge(1 + len(piece))
+                    pieces.append(piece)
+            return "".join(pieces)
+        except TemplateWorkError as error:
+            raise InvalidRequestError(f"the model's chat template is not usable: {error}", field="messages") from error
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", field="messages"
             ) from error
-        except (
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            # A template that meets data it was not written for fails as Python does.
+        except _FAILURES as error:
             raise InvalidRequestError(
                 f"the model's chat template cannot render the messages: {type(error).__name__}: {error}",
                 field="messages",
@@ -195,15 +194,15 @@ def _source(directory: Path) -> str | None:
     for name in ("tokenizer_config.json", "chat_template.json"):
         value = read_json(directory / name).get("chat_template")
         if isinstance(value, list):
-            named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-            value = named.get("default")
+            named = [item for item in value if isinstance(item, dict) and item.get("name") == "default"]
+            value = named[-1].get("template") if named else None
         if isinstance(value, str):
             return value
     return None
 
 
-def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment(now: Callable[[], datetime]) -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _tojson

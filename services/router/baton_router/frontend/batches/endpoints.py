@@ -369,7 +369,7 @@ class _ContentResponse(StreamingResponse):
         content: The content.
         reading: Number of files being read, by tenant.
         tenant: Name of the tenant.
-        kwargs: What the response is made with.
+        kwargs: Options of the response.
     """
 
     def __init__(self, content: AsyncIterator[bytes], reading: Counter[str], tenant: str, **kwargs: Any) -> None:
