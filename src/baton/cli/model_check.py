@@ -11,7 +11,7 @@ from baton.config.worker import BUILT_IN_DRAFTERS
 from baton.errors import ConfigError
 from baton.kv_cache.shards import head_range, layer_range
 from baton.plugins import installed_plugins
-from baton.tokenizer.model_files import read_json
+from baton.tokenizer.model_files import check_model_config, read_eos_token_ids, read_json
 from baton.tokenizer.weight_files import weight_files
 
 _DEVICE = re.compile(r"cpu|interpret|cuda(:\d+)?(,cuda:\d+)*")
@@ -55,6 +55,8 @@ def _check_folder(folder: Path, config: EngineConfig) -> None:
     raw = read_json(folder / "config.json")
     if not raw:
         raise ConfigError(f"model folder {str(folder)!r} has no config.json", field="model")
+    check_model_config(folder / "config.json", raw)
+    read_eos_token_ids(folder / "generation_config.json")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         read_json(folder / name)
     weight_files(folder)

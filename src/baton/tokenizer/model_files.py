@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, shown
 from baton.gguf import is_gguf, open_gguf
 
 TOKENIZER_FILES = (
@@ -35,6 +35,21 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_MOST_OF = {
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "vocab_size": 1 << 24,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "n_routed_experts": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+}
+"""Largest sizes of a ``config.json``, far above those of any model: beyond, the sizes alone would fill the memory."""
 _DIGEST_PARTS = ("added_tokens", "model", "normalizer", "pre_tokenizer")
 
 
@@ -118,6 +133,51 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object", field="model")
     return value
+
+
+def check_model_config(path: Path, config: dict[str, Any]) -> None:
+    """Check that a ``config.json`` names its kind, and that no size in it is beyond any model's.
+
+    Args:
+        path: The file, for errors.
+        config: Object in the file.
+
+    Raises:
+        ConfigError: Names the field.
+    """
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigError(f"{path}: model_type must be a string, got {shown(kind)}", field="model")
+    for holder in (config, config.get("text_config")):
+        if not isinstance(holder, dict):
+            continue
+        for name, most in _MOST_OF.items():
+            value = holder.get(name)
+            if isinstance(value, int) and value > most:
+                raise ConfigError(f"{path}: {name} must be at most {most}, got {shown(value)}", field="model")
+        window = holder.get("sliding_window")
+        if isinstance(window, int) and window < 0 and holder.get("use_sliding_window") is not False:
+            raise ConfigError(f"{path}: sliding_window must be at least 0, got {shown(window)}", field="model")
+        _eos_token_ids(path, holder)
+
+
+def read_eos_token_ids(path: Path) -> frozenset[int]:
+    """Return the ``eos_token_id`` of a ``generation_config.json``, one or a list; empty if it has none.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    return _eos_token_ids(path, read_json(path))
+
+
+def _eos_token_ids(path: Path, content: dict[str, Any]) -> frozenset[int]:
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        raise ConfigError(
+            f"{path}: eos_token_id must be a number or a list of numbers, got {shown(value)}", field="model"
+        )
+    return frozenset(ids)
 
 
 def token_content(value: Any) -> str | None:

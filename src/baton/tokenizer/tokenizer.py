@@ -239,7 +239,9 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises plain Exception for anything wrong in the file
+        except BaseException as error:
+            if not _failed(error):
+                raise
             raise ConfigError(f"{file} cannot be read: {error}", field="model") from error
         named = _named_tokens(directory)
         return cls(backend, special_tokens=named, eos_token_ids=_configured_eos(directory))
@@ -256,7 +258,7 @@ class Tokenizer:
             add_special_tokens: Let the post-processor add what it adds, mostly the begin token.
 
         Raises:
-            InvalidRequestError: The text has a lone surrogate, which is no character.
+            InvalidRequestError: The text has a lone surrogate, which is no character, or the tokenizer fails on it.
         """
         try:
             if self._fast is not None:
@@ -271,6 +273,11 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # fastokens raises the first, tokenizers the second
             message = "the text has a lone surrogate, which is no character"
             raise InvalidRequestError(message, field="prompt") from error
+        except BaseException as error:
+            if not _failed(error):
+                raise
+            # Such as a split rule that takes more steps than its regular expression may.
+            raise InvalidRequestError(f"the model's tokenizer fails on the text: {error}", field="prompt") from error
         return array("I", encoding.ids)
 
     def control_tokens(self, template: str) -> ControlTokens:

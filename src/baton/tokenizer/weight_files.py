@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os.path
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, shown
 from baton.gguf import open_gguf
 from baton.tokenizer.model_files import read_json
 
@@ -46,10 +47,11 @@ def weight_files(folder: Path) -> list[WeightFile]:
             raise ConfigError(f"{index}: has no weight_map", field="model")
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
-            if Path(name).name != name or not (folder / name).exists():
-                raise ConfigError(
-                    f"model folder {str(folder)!r} lacks the weight file {name!r} of its index", field="model"
+            if Path(name).name != name or not os.path.exists(folder / name):
+                message = (
+                    f"model folder {str(folder)!r} lacks the weight file {shown(name)} of weight_map in {INDEX_NAME}"
                 )
+                raise ConfigError(message, field="model")
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:

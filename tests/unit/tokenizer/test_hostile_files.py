@@ -1,17 +1,23 @@
-"""Files of a model that are nested deeper than Python can read: an error that names the file, and no traceback."""
+"""Files of a model that were made to do harm: an error that names the file, and no traceback."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from baton.cli.model_check import check_engine
+from baton.config import EngineConfig
+from baton.engine.models.loader import load_model
 from baton.errors import ConfigError, InvalidRequestError
+from baton.tokenizer import Tokenizer
 from baton.tokenizer.chat_template import ChatTemplate
 from baton.tokenizer.model_files import read_json
-from baton.tokenizer.weight_files import read_header
+from baton.tokenizer.weight_files import read_header, weight_files
 
+MODEL = Path("models/baton-tiny")
 DEEP = b"[" * 200_000
 
 
@@ -19,6 +25,56 @@ def test_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(DEEP)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most"),
+        ({"text_config": {"vocab_size": 10**12}}, "vocab_size must be at most"),
+        ({"sliding_window": -1}, "sliding_window must be at least 0"),
+        ({"model_type": ["llama"]}, "model_type must be a string"),
+        ({"eos_token_id": [[1]]}, "eos_token_id must be a number"),
+    ],
+)
+def test_a_configuration(tmp_path: Path, changes: dict[str, object], field: str) -> None:
+    shutil.copytree(MODEL, tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    config = EngineConfig(model=str(tmp_path / "m"), device="cpu", dtype="float32")
+    for check in (check_engine, load_model):
+        with pytest.raises(ConfigError, match=rf"config\.json: {field}"):
+            check(config)
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, "x", [1, "2"], [[1]], 1.5, True])
+def test_the_ends_of_texts(tmp_path: Path, value: object) -> None:
+    shutil.copytree(MODEL, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    config = EngineConfig(model=str(tmp_path / "m"), device="cpu", dtype="float32")
+    for check in (check_engine, load_model):
+        with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be a number"):
+            check(config)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "../x"])
+def test_names_of_weight_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ConfigError, match=r"lacks the weight file .* of weight_map in model") as caught:
+        weight_files(tmp_path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_rule_that_takes_too_many_steps(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pre_tokenizer": split}))
+    tokenizer = Tokenizer.load(tmp_path / "m")
+    for length in (60, 5000):
+        with pytest.raises(InvalidRequestError, match="tokenizer fails on the text"):
+            tokenizer.encode("a" * length + "!")
+    assert tokenizer.encode("b")
 
 
 def test_the_header_of_weights(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -56,7 +56,7 @@ from baton.engine.quantization.modules import (
 )
 from baton.errors import ConfigError
 from baton.logs import quiet_imports
-from baton.tokenizer.model_files import model_directory, read_json
+from baton.tokenizer.model_files import check_model_config, model_directory, read_eos_token_ids, read_json
 from baton.tokenizer.weight_files import WeightFile, weight_files
 from baton_kernels.quantization import ActivationScheme, QuantizedWeight, join_weights
 
@@ -121,6 +121,7 @@ def load_model(config: EngineConfig, *, in_memory: bool = True, rank: int = 0) -
     raw = read_json(folder / "config.json")
     if not raw:
         raise ConfigError(f"model folder {str(folder)!r} has no config.json", field="model")
+    check_model_config(folder / "config.json", raw)
     hf_config = _model_config(folder, raw)
     model_class = _model_class(hf_config, raw)
     architecture = model_class.__name__
@@ -337,9 +338,8 @@ def _check_complete(info: dict[str, Any], folder: Path, architecture: str) -> No
 
 def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:
     value = getattr(text_config, "eos_token_id", None)
-    generation = GenerationConfig.from_dict(read_json(folder / "generation_config.json"))
-    value = generation.eos_token_id if generation.eos_token_id is not None else value
-    ids = frozenset([value] if isinstance(value, int) else value or ())
+    ids = read_eos_token_ids(folder / "generation_config.json")
+    ids = ids or frozenset([value] if isinstance(value, int) else value or ())
     unknown = sorted(i for i in ids if not 0 <= i < text_config.vocab_size)
     if unknown:  # no such token is ever sampled, and to ban it before ``min_tokens`` would hit another token or none
         log.warning("eos_token_id has %s, of a vocabulary of %d: left out", unknown, text_config.vocab_size)
