@@ -25,7 +25,7 @@ import msgspec
 
 from baton.child_process import ChildProcess, die_with_parent, start_python
 from baton.errors import BatonError, InvalidRequestError, PipeClosedError, QueueFullError, TransferError
-from baton.kv_transfer.streams import Stream, Wait, accept_stream, bind_tcp, close_listener, connect_tcp, join_address
+from baton.kv_transfer.streams import Stream, Wait, accept_stream, bind_tcp, close_listener, connect_tcp
 from baton.kv_transfer.wire import (
     HANDSHAKE_S,
     PURPOSE_MESSAGES,
@@ -35,6 +35,7 @@ from baton.kv_transfer.wire import (
     greet_or_refuse,
     parse_object,
 )
+from baton.rpc.addresses import join_address
 from baton.rpc.service_token import Token, read_token
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.background import keep_running
 from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
+from baton.rpc.addresses import join_address
 from baton.rpc.auth import require_clear_pipes
 from baton.rpc.redis import RedisPresence, store_news_key, store_node_key
 from baton.rpc.server import GrpcServer, require_free_port
@@ -111,7 +112,7 @@ class KVStoreServer:
             except ConfigError:
                 await self._grpc.stop(0)
                 raise
-        self.address = f"{config.host}:{port}"
+        self.address = join_address(config.host, port)
         self._expiry = keep_running(self._expire, "lease expiry")
         await self._grpc.set_serving(True)
         if config.register_redis:
@@ -119,7 +120,7 @@ class KVStoreServer:
             self._presence = RedisPresence(
                 config.register_redis,
                 key=store_node_key(config.register_prefix, self.instance_id),
-                value={"address": f"{config.advertise_host or config.host}:{port}"},
+                value={"address": join_address(config.advertise_host or config.host, port)},
                 token=self._token,
                 news=store_news_key(config.register_prefix),
                 name=self.instance_id,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.background import keep_running
-from baton.config.secrets import read_secret_file
+from baton.config.secrets import file_stamp, read_secret_file
 from baton.errors import ConfigError, InvalidRequestError
 from baton.logs import Absence
 from baton.rpc.audit import audit
@@ -316,7 +316,7 @@ class FileAccounts:
 
     def __init__(self, path: str, secret_file: str, *, shared: bool) -> None:
         self._path = Path(path)
-        self._seen = self._stamp()
+        self._seen = file_stamp(self._path)
         entries = read_entries(self._path)
         secret = required_secret(secret_file) if shared else read_secret(secret_file)
         if secret is None:
@@ -333,7 +333,7 @@ class FileAccounts:
 
     async def renew(self) -> bool:
         """Read the file again, in a thread, if it changed; a broken one is reported and changes nothing."""
-        stamp = self._stamp()
+        stamp = file_stamp(self._path)
         if stamp == self._seen:
             return False
         self._seen = stamp
@@ -347,13 +347,6 @@ class FileAccounts:
         log.info("API keys were read again: %d tenants", len(self.accounts))
         audit("keys_changed", source=str(self._path), taken="yes", tenants=len(self.accounts))
         return True
-
-    def _stamp(self) -> tuple[int, int, int] | None:
-        try:
-            info = self._path.stat()
-        except OSError:
-            return None
-        return info.st_mtime_ns, info.st_size, info.st_ino
 
 
 def read_secret(path: str) -> bytes | None:

@@ -31,6 +31,7 @@ from baton.config.router import RouterConfig
 from baton.config.secrets import flags_with_passwords
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
+from baton.rpc.addresses import join_address
 from baton.rpc.auth import is_loopback
 from baton.rpc.server import free_ports
 from baton.tokenizer.model_files import check_model_path
@@ -184,8 +185,8 @@ def _spec(role: str, name: str, host: str, ports: tuple[int, int], args: Sequenc
     """Return the specification of a service with a gRPC port and a metrics port."""
     port, metrics_port = ports
     own = ("--host", host, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", name)
-    address = f"{host}:{port}"
-    listens = (("grpc", address), ("metrics", f"{host}:{metrics_port}/metrics"))
+    address = join_address(host, port)
+    listens = (("grpc", address), ("metrics", f"{join_address(host, metrics_port)}/metrics"))
     more, env = _without_passwords(args)
     return ProcessSpec(name, f"baton_{role}.main", (*own, *more), address, role, listens, env)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from baton.config.secrets import open_ready
+from baton.config.secrets import open_ready, read_ready
 from baton.errors import ConfigError, shown
 
 _MAX_BYTES = 1 << 20
@@ -69,7 +69,7 @@ def read_document(path: Path) -> Node:
     """
     try:
         with open_ready(path) as file:
-            data = file.read(_MAX_BYTES + 1)
+            data = read_ready(file, _MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise ConfigError(f"{path} is too large for a configuration", field="config")
         text = data.decode("utf-8")

@@ -18,6 +18,8 @@ from baton.config.flags import (
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import ConfigError
 
+_MOST_BYTES = 1 << 48
+_MOST_PULL_WORKERS = 1024
 _MIN_DISK_BYTES = 1 << 20
 _WRITE = ("evicted", "all")
 
@@ -97,6 +99,7 @@ class TierConfig:
                 raise ConfigError(f"the {name} tier is configured, but tiers does not name it", field="tiers")
         options_by_name(self.tiers, self.tier_options, field="tier_options")
         require_at_least(self, 1, "capacity_bytes", "disk_readers", "object_requests", "known_blocks")
+        require(self, ("capacity_bytes",), lambda x: x <= _MOST_BYTES, f"be at most {_MOST_BYTES}")
         require_at_least(self, _MIN_DISK_BYTES, "disk_bytes", "disk_segment_bytes")
         require(self, ("redis_bytes", "redis_ttl_s", "raise_after"), lambda x: x >= 0, "not be negative")
         pauses = "disk_sync_s", "disk_checkpoint_s", "lookup_again_s"
@@ -147,6 +150,7 @@ class KVStoreConfig(TierConfig, ServiceConfig):
         self.check_tiers()
         require_at_least(self, 1, "max_blocks_per_call", "max_leases", "max_fingerprints")
         require_at_least(self, 1, "pull_workers", "max_pending_puts")
+        require(self, ("pull_workers",), lambda x: x <= _MOST_PULL_WORKERS, f"be at most {_MOST_PULL_WORKERS}")
         require_at_least(self, 0, "tenant_bytes", "tenant_disk_bytes")
         times = "default_lease_s", "max_lease_s", "pull_timeout_s"
         require(self, times, lambda x: 0.0 < x <= 3600.0, "be above 0 and at most 3600")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
+import select
 import stat
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import BinaryIO
 
@@ -15,6 +18,9 @@ from baton.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_SECRET_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+_PIPE_S = 10.0
+"""Seconds in which the writer of a pipe (``/dev/stdin``, ``<(command)``) has to end."""
 _PASSWORD = re.compile(r"://[^@]*:[^@]*@|[?&]password=")
 
 
@@ -39,7 +45,7 @@ def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, mos
     try:
         with open_ready(path) as file:
             _require_private(file.fileno(), path, what, field)
-            data = file.read(most + 1)
+            data = read_ready(file, most + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {what} {os.fspath(path)}: {error.strerror}", field=field) from error
     if len(data) > most:
@@ -48,14 +54,37 @@ def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, mos
 
 
 def open_ready(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading; a pipe without a writer counts as empty and is not waited for.
+    """Open a file for :func:`read_ready`; a pipe without a writer counts as empty and is not waited for.
 
     Raises:
         OSError: The file cannot be opened.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115 (the caller closes it)
-    os.set_blocking(file.fileno(), True)
-    return file
+    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
+
+
+def read_ready(file: BinaryIO, most: int) -> bytes:
+    """Return the content of a file from :func:`open_ready`, ``most`` bytes at most; a pipe has to end within seconds.
+
+    Raises:
+        OSError: It cannot be read, or does not end.
+    """
+    fd = file.fileno()
+    data = bytearray()
+    ends_at = time.monotonic() + _PIPE_S
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
+    while len(data) < most:
+        try:
+            piece = os.read(fd, min(most - len(data), _PIECE_BYTES))
+        except BlockingIOError:  # a pipe, whose writer has more to say
+            if waiting.poll(1000 * max(0.0, ends_at - time.monotonic())):
+                continue
+            why = f"it is no file, and what writes to it did not end within {_PIPE_S:g} s"
+            raise OSError(errno.ETIMEDOUT, why) from None
+        if not piece:
+            break
+        data += piece
+    return bytes(data)
 
 
 def file_stamp(path: str | os.PathLike[str]) -> tuple[int, ...] | None:

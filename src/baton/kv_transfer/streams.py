@@ -556,11 +556,6 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def join_address(host: str, port: int) -> str:
-    """Write ``host:port``, IPv6 hosts in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def bind_tcp(host: str, port: int, token: Token | None, *, safe: bool = False) -> socket.socket:
     """Bind a TCP socket; ``safe``: peers show a certificate.
 
@@ -570,7 +565,7 @@ def bind_tcp(host: str, port: int, token: Token | None, *, safe: bool = False) -
     if token is None and not safe and not _is_loopback(host):
         raise ConfigError(f"listening on {host} needs a shared token: only loopback goes without", field="token")
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error}", field="host") from error

@@ -33,6 +33,7 @@ from baton.errors import (
     QueueFullError,
     UnauthenticatedError,
 )
+from baton.rpc.addresses import join_address
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits, require_safe_bind
 from baton.rpc.connections import ConnectionGuard, max_connections
@@ -135,7 +136,7 @@ class GrpcServer:
         Raises:
             ConfigError: The port is in use or the address is not ours.
         """
-        address = f"{self._host}:{self._port}"
+        address = join_address(self._host, self._port)
         require_free_port(self._host, self._port)
         try:
             if self._tls is None:
@@ -186,7 +187,9 @@ def require_free_port(host: str, port: int, *, field: str = "port") -> None:
         try:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", field=field) from error
+            raise ConfigError(
+                f"cannot listen on {join_address(host, port)}: {error.strerror or error}", field=field
+            ) from error
 
 
 def free_port() -> int:

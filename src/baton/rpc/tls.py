@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 
 from baton.config.flags import AccessConfig
-from baton.config.secrets import file_stamp, open_ready, read_secret_file
+from baton.config.secrets import file_stamp, open_ready, read_ready, read_secret_file
 from baton.errors import ConfigError, PermissionDeniedError
 from baton.rpc.audit import audit
 
@@ -240,7 +240,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
 def _read(path: Path, field: str) -> bytes:
     try:
         with open_ready(path) as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
+            data = read_ready(file, _MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field=field) from error
     if len(data) > _MAX_FILE_BYTES:

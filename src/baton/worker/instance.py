@@ -27,6 +27,7 @@ from baton.errors import BusyError, InvalidRequestError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.logs import Absence
+from baton.rpc.addresses import join_address
 from baton.rpc.auth import require_clear_pipes, require_safe_bind
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
@@ -107,7 +108,7 @@ class WorkerInstance:
     @property
     def address(self) -> str:
         """``host:port`` of the gRPC server."""
-        return f"{self._config.host}:{self.port}"
+        return join_address(self._config.host, self.port)
 
     async def start(self) -> None:
         """Load the model, listen, register.

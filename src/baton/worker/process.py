@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 _PASSWORD_HINT = "give it as @FILE, or by its BATON_... variable"
 _MOST_DESCRIPTORS = 1 << 20
 _FEW_DESCRIPTORS = 4096
+_LEAST_DESCRIPTORS = 64
 _MAX_SCRAPES = 16
 _SCRAPE_S = 5.0
 _THREAD_START_S = 5.0
@@ -154,6 +155,9 @@ def raise_descriptor_limit() -> int:
 
     Returns:
         The limit now.
+
+    Raises:
+        ConfigError: It is too low for any service.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
@@ -166,6 +170,9 @@ def raise_descriptor_limit() -> int:
             log.warning("the limit of open files stays at %d: %s", soft, error)
         else:
             log.info("open files and connections: at most %d (the limit was %d)", now, soft)
+    if 0 <= now < _LEAST_DESCRIPTORS:
+        why = f"at most {now} files and connections may be open, and {_LEAST_DESCRIPTORS} are the least"
+        raise ConfigError(f"{why}: raise the hard limit (ulimit -Hn)", field="ulimit")
     if 0 <= now < _FEW_DESCRIPTORS:
         log.warning("at most %d files and connections may be open: raise the hard limit (ulimit -Hn)", now)
     return now

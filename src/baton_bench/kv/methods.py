@@ -42,10 +42,10 @@ from baton.kv_transfer.streams import (
     bind_tcp,
     close_listener,
     connect_tcp,
-    join_address,
 )
 from baton.kv_transfer.types import Bytes
 from baton.kv_transfer.wire import HANDSHAKE_S, PURPOSE_MESSAGES, BadFrameError, Facts, greet_as_client, greet_or_refuse
+from baton.rpc.addresses import join_address
 from baton.rpc.service_token import Token
 from baton.types import Epoch, InstanceId
 from baton_bench.kv.memory import device_of, new_shards

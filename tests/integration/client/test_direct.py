@@ -26,6 +26,7 @@ from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError, InvalidRequestError, PermissionDeniedError, QueueFullError
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.service_token import Token
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key, sign
 from baton.token_ids import pack_ids
 from baton.tokenizer import Tokenizer
@@ -174,6 +175,34 @@ async def test_a_clients_trace_counts_no_more_than_its_request_can_have(world: W
     assert 0 < await world.metric('kv_bytes_total{pipe="tcp"}') < 10**6
     assert await world.metric('transfer_seconds_sum{pipe="tcp"}') < 600
     assert await world.metric("failed_prefills_total") <= 16
+
+
+async def test_a_ticket_in_another_tenants_hands_ends_nothing(tmp_path: Path) -> None:
+    for name, text in (("key", KEY.decode()), ("token", "the services' token"), ("keys", "one-key\ntwo-key\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    token = Token("the services' token")
+    flags = ("--ticket-key-file", str(tmp_path / "key"), "--token-file", str(tmp_path / "token"))
+    worker = FakeWorker(Role.DECODE, "d0", ticket_key=KEY, token=token)
+    worker.state.model_path = MODEL
+    await worker.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(worker.stop)
+        process = await stack.enter_async_context(
+            router("--decode", worker.address, "--api-keys", str(tmp_path / "keys"), *flags)
+        )
+        stub = router_pb2_grpc.RouterServiceStub(await stack.enter_async_context(open_channel(process.grpc)))
+        one, two = ((("authorization", f"Bearer {key}-key"),) for key in ("one", "two"))
+        asked = router_pb2.RouteRequest(direct=build_generate(PROMPT, "", {"max_tokens": 5}))
+        async with asyncio.timeout(240):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):  # its instance is not known yet
+                    placed = (await stub.Route(asked, metadata=one)).direct.request
+                    break
+                await asyncio.sleep(0.05)
+        notice = router_pb2.NoteDirectRequest(request_id=placed.request_id, ticket_mac=placed.ticket.mac, ended=True)
+        assert not (await stub.NoteDirect(notice, metadata=two)).known
+        assert (await stub.NoteDirect(notice, metadata=one)).known
 
 
 async def test_a_notice_about_anothers_request_has_no_effect(world: World) -> None:

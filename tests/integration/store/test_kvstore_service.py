@@ -54,6 +54,19 @@ async def test_bytes_come_back_as_they_went(pipe: str) -> None:
         assert server.store.stats().num_leases == 0
 
 
+async def test_a_store_listens_on_ipv6() -> None:
+    async with store(host="::1") as server, connected(server) as instance:
+        assert server.address.startswith("[::1]:")
+        assert await instance.put(1) == [True]
+
+
+@pytest.mark.parametrize("field", ["capacity_bytes", "pull_workers"])
+def test_sizes_that_no_machine_has_are_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} must be at most") as caught:
+        KVStoreConfig(**{field: 1 << 50})
+    assert caught.value.field == field
+
+
 async def test_a_second_put_moves_no_bytes() -> None:
     async with store() as server, connected(server) as instance:
         assert await instance.put(1, 2) == [True, True]

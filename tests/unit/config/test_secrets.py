@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import baton.config.secrets
 from baton.cli import up
 from baton.cli.plan import plan_from
 from baton.config import add_flags, from_flags
 from baton.config.flags import option
 from baton.config.router import check_address
-from baton.config.secrets import flags_with_passwords, shown_url
+from baton.config.secrets import flags_with_passwords, read_secret_file, shown_url
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.rpc.redis import open_redis
@@ -95,6 +96,27 @@ def test_an_empty_file_is_no_value_that_was_not_given(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"the file of --redis {path} is empty") as caught:
             parsed("--redis", f"@{path}")
         assert caught.value.field == "redis"
+
+
+def test_a_pipe_that_does_not_end_is_refused_and_one_that_does_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baton.config.secrets, "_PIPE_S", 0.05)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    silent = os.open(pipe, os.O_RDWR)
+    try:
+        with pytest.raises(ConfigError, match="what writes to it did not end"):
+            read_secret_file(pipe, "the token", "token_file")
+    finally:
+        os.close(silent)
+    reads, writes = os.pipe()
+    try:
+        os.write(writes, b"secret" * 1000)
+        os.close(writes)
+        assert read_secret_file(f"/dev/fd/{reads}", "the token", "token_file") == b"secret" * 1000
+    finally:
+        os.close(reads)
 
 
 def test_flags_with_passwords_are_found() -> None:

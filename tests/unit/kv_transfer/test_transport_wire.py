@@ -27,7 +27,7 @@ from baton.errors import (
 )
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.streams import Wait, connect_tcp, join_address, split_address
+from baton.kv_transfer.streams import Wait, connect_tcp, split_address
 from baton.kv_transfer.wire import (
     BadFrameError,
     Facts,
@@ -38,6 +38,7 @@ from baton.kv_transfer.wire import (
     parse_header,
     parse_object,
 )
+from baton.rpc.addresses import join_address
 
 LAYOUT = KVLayout((LayerShape(2, 16, 16), LayerShape(1, 8, 24)), 16, "bfloat16")
 PRINT = Fingerprint.of(model="m", model_digest="d", rope="r", layout=LAYOUT)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
+import os
 import random
 from collections.abc import Callable
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support.http2_peer import OK, Peer, Sink, connected, data, frame, headers, message, trailers
 
 from baton.errors import QueueFullError
+from baton.rpc.addresses import connection_reason
 from baton.rpc.errors import status_details
 from baton.rpc.http2 import connection as http2
 from baton.rpc.http2 import hpack, message_stream
@@ -367,10 +370,22 @@ async def refused(dialer: Dialer) -> StreamEnded:
 async def test_nobody_there_and_no_such_address() -> None:
     async with Peer().listening() as peer:
         port = peer.port
-    for address, why in ((f"127.0.0.1:{port}", "failed to connect"), ("127.0.0.1:http", "failed"), ("", "failed")):
+    for address, why in (
+        (f"127.0.0.1:{port}", f"failed to connect to 127.0.0.1:{port}: nothing listens there"),
+        ("127.0.0.1:http", "failed"),
+        ("", "failed"),
+    ):
         end = await refused(Dialer(address))
         assert end.code is grpc.StatusCode.UNAVAILABLE
         assert why in end.message
+
+
+def test_reasons_are_our_own_words() -> None:
+    for number in (errno.ECONNRESET, errno.EPIPE, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ETIMEDOUT):
+        error = OSError(number, os.strerror(number), "/run/x")
+        assert os.strerror(number) not in connection_reason(error)
+        assert "/run/x" not in connection_reason(error)
+    assert connection_reason(None) == "it was closed"
 
 
 async def test_who_proves_nothing_in_time_gets_no_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,18 @@ def test_a_process_may_open_what_the_hard_limit_allows(caplog: pytest.LogCapture
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_process_that_may_open_nearly_nothing_says_so() -> None:
+    script = "import sys; from baton_kvstore.main import main; sys.argv[1:] = ['--port', '0']; main()"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))  # noqa: E731
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, preexec_fn=limit, timeout=240, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(
+        "baton-kvstore: error: at most 16 files and connections may be open"
+    )
+
+
 SERVES = """
 import sys
 from dataclasses import dataclass

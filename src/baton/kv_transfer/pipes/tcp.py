@@ -40,7 +40,6 @@ from baton.kv_transfer.streams import (
     Wait,
     bind_tcp,
     connect_tcp,
-    join_address,
     run_together,
     split_address,
     tls_from,
@@ -66,6 +65,7 @@ from baton.kv_transfer.wire import (
     target_views,
     unpack_bits,
 )
+from baton.rpc.addresses import join_address
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 

@@ -14,6 +14,7 @@ import struct
 from collections import deque
 from typing import Any, Protocol
 
+from baton.rpc.addresses import connection_reason
 from baton.rpc.http2.hpack import MAX_LIST_BYTES, Headers, HpackError, decode, encode
 
 log = logging.getLogger(__name__)
@@ -253,7 +254,9 @@ class Http2Connection(asyncio.Protocol):
             self._end("what it sent could not be taken", PROTOCOL_ERROR)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._why = self._why if self._closed else f"the connection broke: {exc or 'it was closed'}"
+        if exc is not None and not self._closed:
+            log.debug("the connection to %s broke: %s", self._name, exc)
+        self._why = self._why if self._closed else f"the connection broke: {connection_reason(exc)}"
         self._lose()
 
     def pause_writing(self) -> None:

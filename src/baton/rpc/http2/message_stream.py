@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import logging
 import ssl
 import urllib.parse
 import weakref
@@ -19,6 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import BatonError
+from baton.rpc.addresses import connection_reason
 from baton.rpc.auth import HEADER
 from baton.rpc.errors import DETAILS_KEY, STATUS_CODES, from_status, status_code, status_details
 from baton.rpc.http2.connection import (
@@ -35,6 +37,8 @@ from baton.rpc.server import MAX_MESSAGE_BYTES
 from baton.rpc.service_token import Token
 from baton.rpc.tls import ALPN, Tls
 from baton.version import __version__
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
@@ -282,7 +286,7 @@ class Dialer:
         host, _, port = self._address.rpartition(":")
         host = host.strip("[]")
         named = None if self._tls is None else self._tls.name or host
-        why: object = f"it took more than {_CONNECT_S:g} s"
+        why = f"it took more than {_CONNECT_S:g} s"
         try:
             async with asyncio.timeout(_CONNECT_S):
                 transport, _ = await asyncio.get_running_loop().create_connection(
@@ -291,7 +295,8 @@ class Dialer:
         except TimeoutError:
             pass
         except (OSError, ValueError) as error:  # the latter: no host, or no port
-            why = error
+            log.debug("no connection to %s: %s", self._address, error)
+            why = connection_reason(error)
         else:
             self._connections.add(connection)
             secured = transport.get_extra_info("ssl_object")

@@ -187,4 +187,4 @@ class RedisBatchStore:
         try:
             return await answer
         except redis_errors() as error:
-            raise UnavailableError(f"the store of batches fails: {error}", retry_after_s=1.0) from error
+            raise UnavailableError("the store of batches fails", retry_after_s=1.0) from error

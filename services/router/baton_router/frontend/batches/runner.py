@@ -236,7 +236,7 @@ class BatchRunner:
                 await self._look()
                 self._absence.record_return()
             except UnavailableError as error:
-                self._absence.record_failure("batches wait: %s", error)
+                self._absence.record_failure("batches wait: %s", error.__cause__ or error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _LOOK_S)
 
@@ -263,7 +263,7 @@ class BatchRunner:
         try:
             await run.run()
         except UnavailableError as error:
-            log.warning("batch %s waits: %s", ident, error)
+            log.warning("batch %s waits: %s", ident, error.__cause__ or error)
         except Exception:  # it stays open and is leased again, here or elsewhere
             log.exception("batch %s stopped", ident)
         finally:
@@ -522,7 +522,7 @@ async def _until_stored(write: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             return await write()
         except UnavailableError as error:
-            log.warning("results of a batch wait: %s", error)
+            log.warning("results of a batch wait: %s", error.__cause__ or error)
             await asyncio.sleep(_STORE_PAUSE_S)
 
 

@@ -182,7 +182,7 @@ class SqliteBatchStore:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(work))
         except sqlite3.Error as error:
-            raise UnavailableError(f"the store of batches fails: {error}", retry_after_s=1.0) from error
+            raise UnavailableError("the store of batches fails", retry_after_s=1.0) from error
 
 
 class _Transaction:

@@ -142,7 +142,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def NoteDirect(self, request: router_pb2.NoteDirectRequest, context: Any) -> router_pb2.NoteDirectResponse:
         """Record a client's notice of a request with a ticket."""
-        return router_pb2.NoteDirectResponse(known=self._tickets.note(request))
+        return router_pb2.NoteDirectResponse(known=self._tickets.note(request, self.account(context)))
 
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
         models = [

@@ -24,6 +24,7 @@ from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock, begin_record, cached_tokens
 from baton_router.processor.text_request import PreparedRequest, TextRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
+from baton_router.types import Account
 
 if TYPE_CHECKING:
     from baton_router.dispatch.dispatcher import PlacingDispatcher, Reserved
@@ -112,6 +113,7 @@ class _Open:
         run: The request's record.
         ends_at: End of its lease, on the desk's clock.
         most: Bound of the tokens that its client can report.
+        tenant: Name of its account; ``None`` without API keys.
         began: When it was reserved, on the desk's clock.
         prompt_tokens: Number of prompt tokens.
         kv_bytes_per_token: Size of a token's KV on the decode instance.
@@ -122,6 +124,7 @@ class _Open:
     run: _DirectRun
     ends_at: float
     most: int
+    tenant: str | None
     began: float
     prompt_tokens: int
     kv_bytes_per_token: float
@@ -240,19 +243,27 @@ class TicketDesk:
                 model_path=prepared.info.path,
             ),
         )
+        account = prepared.routed.account
+        tenant = None if account is None else account.name
         self._open[message.request_id] = _Open(
-            reserved, run, now + max(START_S, LEASE_S), most, now, prepared.prompt_tokens, kv_bytes
+            reserved, run, now + max(START_S, LEASE_S), most, tenant, now, prepared.prompt_tokens, kv_bytes
         )
         return response
 
-    def note(self, request: router_pb2.NoteDirectRequest) -> bool:
+    def note(self, request: router_pb2.NoteDirectRequest, account: Account | None = None) -> bool:
         """Record a client's notice of its request.
 
+        Args:
+            request: The notice.
+            account: Account of the caller's API key; ``None`` without API keys.
+
         Returns:
-            Whether there is such a reservation, and the caller has its ticket.
+            Whether there is such a reservation of this tenant's, and the caller has its ticket.
         """
         reservation = self._open.get(request.request_id)
-        if reservation is None or not hmac.compare_digest(reservation.reserved.message.ticket.mac, request.ticket_mac):
+        if reservation is None or reservation.tenant != (None if account is None else account.name):
+            return False
+        if not hmac.compare_digest(reservation.reserved.message.ticket.mac, request.ticket_mac):
             return False
         reservation.ends_at = self._now() + LEASE_S
         tokens = min(request.num_tokens, reservation.most)
