@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_WINDOW_BYTES = 64 * 1024
+"""Bytes of a gRPC call that gRPC keeps before it is read: a client may open thousands."""
 _KEEP_ALIVE_S = 75
 """Seconds that a connection may idle between two requests. Clients and load balancers keep theirs for 5 to 60 s; the
 client should be the one that closes: a close by the server can cross with the next request."""
@@ -416,6 +418,7 @@ class RouterApp:
             admits=admits_clients(self._credentials.accounts),
             # Only clients send long messages here. What is longer is refused before it has arrived.
             max_message_bytes=self._config.max_body_bytes or MAX_BODY_BYTES,
+            window_bytes=_WINDOW_BYTES,
         )
         servicer = RouterServicer(
             self.processor,

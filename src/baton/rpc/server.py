@@ -91,6 +91,7 @@ class GrpcServer:
         tls: Certificates; every caller must show one. ``None``: no TLS.
         admits: Decides which calls are served without a proof; ``None``: none, or all where there is no token.
         max_message_bytes: Longest message that is received, in bytes.
+        window_bytes: Bytes of a call that a peer may send before they are read; ``None``: that of services.
 
     Raises:
         ConfigError: Off loopback with neither token nor certificates.
@@ -106,6 +107,7 @@ class GrpcServer:
         tls: Tls | None = None,
         admits: Admits | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        window_bytes: int | None = None,
     ) -> None:
         require_safe_bind(host, token, tls)
         self._host = host
@@ -118,6 +120,7 @@ class GrpcServer:
         self._interceptor = _Interceptor(proofs, admits, roles, self._guard.mark_known)
         own = {
             "grpc.max_receive_message_length": max_message_bytes,
+            **({} if window_bytes is None else {"grpc.http2.lookahead_bytes": window_bytes}),
             "grpc.max_allowed_incoming_connections": max_connections(),
         }
         options = list((dict(_OPTIONS) | own).items())

@@ -22,6 +22,7 @@ from baton import AsyncClient, Client
 from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.client.request import build_generate
 from baton.config import EngineConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError, InvalidRequestError, PermissionDeniedError, QueueFullError
 from baton.rpc.channel import open_channel
@@ -31,6 +32,8 @@ from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key, sign
 from baton.token_ids import pack_ids
 from baton.tokenizer import Tokenizer
 from baton.types import Role
+from baton_router.app import RouterApp
+from baton_router.frontend.grpc import ticket
 
 MODEL = "models/baton-tiny"
 KEY = b"0123456789abcdef"
@@ -203,6 +206,33 @@ async def test_a_ticket_in_another_tenants_hands_ends_nothing(tmp_path: Path) ->
         notice = router_pb2.NoteDirectRequest(request_id=placed.request_id, ticket_mac=placed.ticket.mac, ended=True)
         assert not (await stub.NoteDirect(notice, metadata=two)).known
         assert (await stub.NoteDirect(notice, metadata=one)).known
+
+
+async def test_notices_without_progress_keep_no_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("START_S", "LEASE_S"):
+        monkeypatch.setattr(ticket, name, 0.5)
+    (tmp_path / "key").write_bytes(KEY)
+    worker = FakeWorker(Role.DECODE, "d0", ticket_key=KEY)
+    worker.state.model_path = MODEL
+    await worker.start()
+    config = RouterConfig(port=0, grpc_port=0, decode=(worker.address,), ticket_key_file=str(tmp_path / "key"))
+    app = RouterApp(config)
+    await app.start()
+    try:
+        async with asyncio.timeout(240), open_channel(f"127.0.0.1:{app.grpc_port}") as channel:
+            while not app.is_ready():
+                await asyncio.sleep(0.01)
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            asked = router_pb2.RouteRequest(direct=build_generate(PROMPT, "", {"max_tokens": 5}))
+            placed = (await stub.Route(asked)).direct.request
+            notice = router_pb2.NoteDirectRequest(request_id=placed.request_id, ticket_mac=placed.ticket.mac)
+            assert (await stub.NoteDirect(notice)).known
+            while (await stub.NoteDirect(notice)).known:
+                await asyncio.sleep(0.1)
+            assert not app.dispatcher.num_in_flight
+    finally:
+        await app.stop()
+        await worker.stop()
 
 
 async def test_a_notice_about_anothers_request_has_no_effect(world: World) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.support.http2_peer import data, frame, headers, message
 from tests.support.router.limited_app import app_with_limits
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import InvalidRequestError
+from baton.rpc.http2.connection import END_STREAM, PREFACE, SETTINGS
+from baton_router.frontend.grpc import intake
 from baton_router.frontend.grpc.intake import check_fields
 
 FREE, LIMITED = ((("authorization", f"Bearer sk-{name}"),) for name in ("free", "limited"))
@@ -88,6 +91,45 @@ async def test_messages_that_do_not_come_keep_only_their_own_tenant_waiting(tmp_
             for call in silent:
                 call.cancel()
         assert await generate(address, tokens(3), LIMITED) > 0
+
+
+async def test_calls_that_wait_to_be_read_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MAX_UNREAD_CALLS", 8)
+    async with app_with_limits(tmp_path) as app:
+        address = f"127.0.0.1:{app.grpc_port}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            silent = [
+                channel.stream_stream("/baton.api.v1.RouterService/ListModels")(metadata=LIMITED, timeout=240)
+                for _ in range(9)
+            ]
+            ended = [asyncio.ensure_future(call.code()) for call in silent]
+            done, _ = await asyncio.wait(ended, timeout=240, return_when=asyncio.FIRST_COMPLETED)
+            assert [x.result() for x in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+            assert await generate(address, tokens(3), FREE) > 0
+            for call in silent:
+                call.cancel()
+            await asyncio.gather(*ended, return_exceptions=True)
+
+
+async def test_a_client_that_does_not_read_keeps_no_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "UNREAD_S", 0.3)
+    async with app_with_limits(tmp_path) as app:
+        _, writer = await asyncio.open_connection("127.0.0.1", app.grpc_port)
+        head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/baton.api.v1.RouterService/Generate"),
+                (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers"),
+                *((name.encode(), value.encode()) for name, value in FREE)]  # fmt: skip
+        no_window = frame(SETTINGS, data=(4).to_bytes(2) + (0).to_bytes(4))
+        body = message(tokens(400).SerializeToString())
+        writer.write(PREFACE + no_window + headers(1, head) + data(1, body, END_STREAM))
+        try:
+            async with asyncio.timeout(240):
+                while not app.dispatcher.num_in_flight:
+                    await asyncio.sleep(0.01)
+                while app.dispatcher.num_in_flight:
+                    await asyncio.sleep(0.01)
+            assert not writer.is_closing()
+        finally:
+            writer.close()
 
 
 def test_fields_are_counted_in_the_encoded_message() -> None:

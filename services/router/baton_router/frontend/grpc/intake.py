@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -18,11 +19,12 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.errors import DeadlineError, InvalidRequestError
+from baton.errors import DeadlineError, InvalidRequestError, QueueFullError
 from baton.rpc.audit import peer_of
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.turns import TurnThreads
+from baton_router.types import Account
 
 _PROMPTS: dict[str, type[Message]] = {"Generate": router_pb2.RouterGenerateRequest, "Route": router_pb2.RouteRequest}
 """Methods with prompts, which count against limits."""
@@ -35,6 +37,10 @@ _SMALL_BYTES = 64 * 1024
 """Longest message without a prompt, and longest one that is decoded on the event loop."""
 _READ_AT_ONCE = 2
 _READ_S = 30.0
+MAX_UNREAD_CALLS = 512
+"""Most calls of a tenant whose messages are not read yet; as much as a window of each lies in gRPC's memory."""
+UNREAD_S = 10.0
+"""Seconds after which a call whose client does not read is cancelled: its sequences would keep others waiting."""
 _MAX_FIELDS = 65_536
 """Most fields of a message, those of the messages in it included; packed numbers are one field."""
 _BYTES_PER_TOKEN = 4.0
@@ -53,6 +59,7 @@ class Intake:
         self._servicer = servicer
         self._processor = processor
         self._max_bytes = max_bytes
+        self._unread: Counter[str] = Counter()
         self._reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._threads = TurnThreads(1, "message decoder", "large messages decoded")
 
@@ -75,8 +82,16 @@ class Intake:
 
         async def stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             async with aclosing(handler.unary_stream(await self._read(name, requests, context), context)) as responses:
+                call = asyncio.current_task()
+                assert call is not None  # gRPC runs every call in a task
+                loop = asyncio.get_running_loop()
                 async for response in responses:
-                    yield response
+                    # It goes on when the response is written, which a client that does not read holds up.
+                    unread = loop.call_later(UNREAD_S, call.cancel)
+                    try:
+                        yield response
+                    finally:
+                        unread.cancel()
 
         if handler.unary_unary is not None:
             return grpc.stream_unary_rpc_method_handler(whole, None, handler.response_serializer)
@@ -90,6 +105,25 @@ class Intake:
         reading = self._reading.get(tenant)
         if reading is None:
             reading = self._reading[tenant] = asyncio.Semaphore(_READ_AT_ONCE)
+        if self._unread[tenant] >= MAX_UNREAD_CALLS:
+            message = f"{MAX_UNREAD_CALLS} requests of this tenant are arriving already, as many as may at once"
+            raise QueueFullError(message, retry_after_s=1.0)
+        self._unread[tenant] += 1
+        try:
+            return await self._read_one(name, requests, account, tenant, reading)
+        finally:
+            self._unread[tenant] -= 1
+            if not self._unread[tenant]:
+                del self._unread[tenant]
+
+    async def _read_one(
+        self,
+        name: str,
+        requests: AsyncIterator[bytes],
+        account: Account | None,
+        tenant: str,
+        reading: asyncio.Semaphore,
+    ) -> Message:
         async with reading:
             try:
                 async with asyncio.timeout(_READ_S):

@@ -1,7 +1,7 @@
 """Direct mode: places a request, signs a ticket for it, and keeps its reservation while the client runs it.
 
-The reservation ends with the client's last notice, or after ``LEASE_S`` without a notice: a dead client has also broken
-its stream to the decode instance, which ends the work there.
+The reservation ends with the client's last notice, or after ``LEASE_S`` without a notice of more tokens: a dead client
+has also broken its stream to the decode instance, which ends the work there.
 """
 
 from __future__ import annotations
@@ -265,9 +265,9 @@ class TicketDesk:
             return False
         if not hmac.compare_digest(reservation.reserved.message.ticket.mac, request.ticket_mac):
             return False
-        reservation.ends_at = self._now() + LEASE_S
         tokens = min(request.num_tokens, reservation.most)
-        if tokens > reservation.tokens:
+        if tokens > reservation.tokens:  # else nothing may run: notices alone must not keep others waiting
+            reservation.ends_at = self._now() + LEASE_S
             reservation.reserved.grow(tokens - reservation.tokens, first=not reservation.tokens)
             reservation.tokens = tokens
         reservation.run.note(request, reservation.tokens)
