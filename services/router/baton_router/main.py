@@ -6,12 +6,12 @@ import gc
 import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import uvloop
+from baton.interrupts import ended_by_interrupt
 
-from baton.config.router import RouterConfig
-from baton.worker.process import StopRequest, run_service
-from baton_router.app import RouterApp
+if TYPE_CHECKING:
+    from baton.config.router import RouterConfig
 
 log = logging.getLogger("baton_router.main")
 
@@ -21,12 +21,20 @@ _GC_THRESHOLD = 100_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a router until SIGTERM or SIGINT; see :func:`~baton.worker.process.run_service`."""
+    with ended_by_interrupt():  # imports take seconds
+        import uvloop
+
+        from baton.config.router import RouterConfig
+        from baton.worker.process import run_service
     description = "Route requests to prefill and decode instances; OpenAI-compatible HTTP and gRPC."
     return run_service("router", description, (RouterConfig,), _serve, argv, loop_factory=uvloop.new_event_loop)
 
 
 async def _serve(config: RouterConfig) -> int:
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # wrong requests of clients are no warnings for operators
+    from baton.worker.process import StopRequest
+    from baton_router.app import RouterApp
+
     app = RouterApp(config)
     try:
         await app.start()

@@ -7,13 +7,11 @@ the parser. The benchmarks, ``profile``, ``plan`` and ``tune`` come from ``baton
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
+
+from baton.interrupts import ended_by_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     What a command raises becomes a message on standard error and a status: 2 for a ``ConfigError``, 1 for other errors
     of Baton and for a reader of the output that has gone, 130 for an interrupt.
     """
-    with _ended_by_interrupt():  # imports take seconds, and turn an interrupt into an error of their own
+    with ended_by_interrupt():  # imports take seconds, and turn an interrupt into an error of their own
         parser = _build_parser()
         from baton.errors import BatonError, ConfigError, UnavailableError
     name = "baton"
@@ -42,23 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-@contextlib.contextmanager
-def _ended_by_interrupt() -> Iterator[None]:
-    """End this process with status 130 at SIGINT while the context is open: it has started nothing yet."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        os._exit(130)
-
-    before = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -32,6 +32,7 @@ from baton.config.environment import traces_endpoint
 from baton.config.flags import Placed, ServiceConfig
 from baton.config.secrets import flags_with_passwords
 from baton.errors import BatonError, ConfigError
+from baton.interrupts import end_at_interrupt
 from baton.logs import set_up_logging
 from baton.rpc.audit import open_audit_log
 from baton.rpc.auth import HostRule
@@ -77,6 +78,8 @@ def run_service(
         The exit status: that of ``serve``, 2 for an invalid configuration, 1 for any other failure. With the process's
         own command line it does not return: the process ends with that status.
     """
+    if argv is None:  # until there is a StopRequest
+        end_at_interrupt()
     command = f"baton-{name}"
     parser = argparse.ArgumentParser(prog=command, description=description)
     parser.add_argument("--version", action="version", version=__version__)

@@ -294,7 +294,7 @@ async def test_a_port_in_use_is_one_clear_line(flag: str) -> None:
 
 
 async def test_the_router_needs_no_torch() -> None:
-    code = "import sys, baton_router.main; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, baton_router.app; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     assert output.decode().strip() == "[]"

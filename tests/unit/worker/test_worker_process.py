@@ -201,6 +201,35 @@ def test_a_crash_leaves_no_memory_on_disk(tmp_path: Path, flags: tuple[str, ...]
         assert (end.si_code, bool(seen)) == (os.CLD_DUMPED if dumps else os.CLD_KILLED, dumps)
 
 
+def test_an_interrupt_before_a_service_serves_ends_it_quietly() -> None:
+    script = SERVES.replace("sys.stdin.read()", "await asyncio.Event().wait()").replace("import sys", "import asyncio")
+    with subprocess.Popen(
+        (sys.executable, "-c", script), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=240)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("service", ["baton_kvstore", "baton_router", "baton_decode", "baton_prefill"])
+def test_an_interrupt_while_a_service_is_imported_ends_it_quietly(service: str) -> None:
+    script = (
+        "import os, signal, sys, threading\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'baton.worker':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        f"from {service}.main import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def test_a_service_in_a_callers_process_leaves_its_limits() -> None:
     def limits() -> tuple[str, tuple[int, int], tuple[int, int]]:
         kept = Path("/proc/self/coredump_filter").read_text(encoding="ascii")
