@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -393,6 +395,21 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
         store.delete(mine, f"m{at}")
         store.delete(other, f"o{at}")
     assert counts[-1] == (0, 0)
+
+
+def test_only_so_many_large_responses_are_read_at_once(served: Served) -> None:
+    first = create(served, metadata={str(at): "x" * 3900 for at in range(1000)})
+    assert served.client.responses.retrieve(first.id).metadata == first.metadata
+    request = f"GET /v1/responses/{first.id} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        states = []
+        for _ in range(response_store.MAX_READERS + 1):  # they read the first line and no more
+            reader = stack.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(served.socket.getsockname())
+            reader.sendall(request)
+            states.append(reader.recv(12)[9:])
+        assert states == [b"200"] * response_store.MAX_READERS + [b"429"]
 
 
 def test_items_are_referred_to_and_listed(served: Served) -> None:

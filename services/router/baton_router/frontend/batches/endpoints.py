@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from baton.errors import (
     BusyError,
@@ -55,6 +54,7 @@ from baton_router.frontend.batches.store import (
     read_content,
 )
 from baton_router.frontend.http.middleware import account_of
+from baton_router.frontend.http.readers import Readers
 from baton_router.frontend.openai.schemas import invalid_field
 from baton_router.types import Account
 
@@ -123,7 +123,7 @@ class BatchEndpoints:
         self.on_change = on_change
         self._now = now
         self._arriving: Counter[str] = Counter()
-        self._reading: Counter[str] = Counter()
+        self._readers = Readers(limits.readers, "files")
 
     @property
     def _store(self) -> BatchStore:
@@ -226,12 +226,9 @@ class BatchEndpoints:
     async def read_file(self, request: Request) -> Response:
         """Serve ``GET /v1/files/{file_id}/content``."""
         record = await self._file(request)
-        headers = {"content-length": str(record.size)}
-        if self._reading[record.tenant] >= self._limits.readers:
-            message = f"{self._limits.readers} files are read already, as many as may be read at once"
-            raise QueueFullError(message, retry_after_s=1.0)
+        self._readers.check(record.tenant)
         content = read_content(self._store, record.id)
-        return _ContentResponse(content, self._reading, record.tenant, headers=headers, media_type="application/jsonl")
+        return self._readers.stream(content, record.size, record.tenant, "application/jsonl")
 
     async def _list_files(self, request: Request) -> Response:
         query = request.query_params
@@ -360,31 +357,6 @@ class BatchEndpoints:
         if not isinstance(record, kind) or record.tenant != tenant or record.status == UPLOADING:
             raise NotFoundError(f"{field}: there is no {what} {shown(ident)} here (any more)", field=field)
         return record
-
-
-class _ContentResponse(StreamingResponse):
-    """The content of a file, which counts as being read until it is sent or its client has gone.
-
-    Args:
-        content: The content.
-        reading: Number of files being read, by tenant.
-        tenant: Name of the tenant.
-        kwargs: Options of the response.
-    """
-
-    def __init__(self, content: AsyncIterator[bytes], reading: Counter[str], tenant: str, **kwargs: Any) -> None:
-        super().__init__(content, **kwargs)
-        self._reading = reading
-        self._tenant = tenant
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._reading[self._tenant] += 1
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._reading[self._tenant] -= 1
-            if not self._reading[self._tenant]:
-                del self._reading[self._tenant]
 
 
 class _Upload:

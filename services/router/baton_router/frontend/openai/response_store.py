@@ -13,12 +13,14 @@ from starlette.responses import Response
 from baton.errors import InvalidRequestError, NotFoundError, shown
 from baton_router.frontend.http.errors import json_response
 from baton_router.frontend.http.middleware import account_of
+from baton_router.frontend.http.readers import Readers
 from baton_router.types import Account
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 1024 * 1024
 """Of each account."""
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
+MAX_READERS = 16
 _MAX_LISTED = 100
 
 
@@ -53,6 +55,7 @@ class ResponseStore:
         self._sizes: dict[str, int] = {}
         self._items: dict[tuple[str, str], str] = {}
         self._on_change = on_change
+        self._readers = Readers(MAX_READERS, "large responses")
 
     def add(
         self,
@@ -157,11 +160,13 @@ class ResponseStore:
             return json_response({"id": ident, "object": "response", "deleted": True})
         if request.query_params.get("stream", "false") not in ("false", "0"):
             raise InvalidRequestError("stream: a response that is kept comes in one piece", field="stream")
-        return Response(self.body(account, ident), media_type="application/json")
+        self._readers.check(_owner(account))
+        return self._readers.whole(self.body(account, ident), _owner(account))
 
     async def list_inputs(self, request: Request) -> Response:
         """Serve ``GET`` of ``/v1/responses/{response_id}/input_items``."""
         ident = request.path_params["response_id"]
+        self._readers.check(_owner(account_of(request)))
         items = orjson.loads(self._find(account_of(request), ident, "response_id").inputs or b"[]")
         query = request.query_params
         order = query.get("order", "desc")
@@ -179,7 +184,8 @@ class ResponseStore:
             items = items[places[0] + 1 :]
         page = items[: int(limit)]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
-        return json_response({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+        answer = {"object": "list", "data": page, **ends, "has_more": len(items) > len(page)}
+        return self._readers.whole(orjson.dumps(answer), _owner(account_of(request)))
 
     async def cancel(self, request: Request) -> Response:
         """Serve ``POST`` of ``/v1/responses/{response_id}/cancel``: what is stored has ended."""
