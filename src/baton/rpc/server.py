@@ -62,6 +62,8 @@ CONNECTION_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.per_message_decompression", 0),
 ]
 """Options of both servers and channels."""
+SETTINGS_TIMEOUT = "grpc.http2.settings_timeout"
+"""Option: milliseconds in which a peer acknowledges the settings."""
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
@@ -71,6 +73,8 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", 4096),  # of one connection; its client keeps more waiting
     ("grpc.server_handshake_timeout_ms", 10_000),
+    # Until a peer acknowledges the settings, gRPC bounds neither its metadata nor its streams by them.
+    (SETTINGS_TIMEOUT, 5_000),
     ("grpc.max_connection_idle_ms", 300_000),  # without a call; Baton's own callers leave before (channel.py)
 ]
 _OPEN = (f"/{health.SERVICE_NAME}/", f"/{PROOFS}/")

@@ -29,9 +29,11 @@ from baton.errors import (
     UnavailableError,
     all_errors,
 )
+from baton.rpc import server as rpc_server
 from baton.rpc.auth import is_loopback
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import DETAILS_KEY, from_rpc_error
+from baton.rpc.http2.connection import FRAME, PREFACE, SETTINGS
 from baton.rpc.server import GrpcServer, _Interceptor, free_port, free_ports
 from baton.rpc.service_token import Token, read_token
 from baton.rpc.ticket import read_ticket_key
@@ -170,6 +172,21 @@ async def test_messages_are_answered_with_no_pings(server):
         types = frame_types(end)
         assert types.count(data) >= 20
         assert ping not in types or time.monotonic() - began > 10  # seconds between two that look for life
+
+
+async def test_who_does_not_acknowledge_the_settings_is_closed(monkeypatch):
+    assert dict(rpc_server._OPTIONS)[rpc_server.SETTINGS_TIMEOUT] <= 5000
+    monkeypatch.setattr(rpc_server, "_OPTIONS", [*rpc_server._OPTIONS, (rpc_server.SETTINGS_TIMEOUT, 300)])
+    server = rpc_server.GrpcServer(host="127.0.0.1", port=0, services=[])
+    reader, writer = await asyncio.open_connection("127.0.0.1", await server.start())
+    try:
+        writer.write(PREFACE + FRAME.pack(0, 0, SETTINGS, 0, 0))
+        async with asyncio.timeout(240):
+            while await reader.read(4096):
+                pass
+    finally:
+        writer.close()
+        await server.stop(0)
 
 
 async def test_health_follows_set_serving(server):

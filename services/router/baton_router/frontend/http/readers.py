@@ -18,12 +18,12 @@ class Readers:
 
     Args:
         most: Most answers of a tenant.
-        what: What they are, for messages.
+        kind: Kind of the answers, as messages name them.
     """
 
-    def __init__(self, most: int, what: str) -> None:
+    def __init__(self, most: int, kind: str) -> None:
         self._most = most
-        self._what = what
+        self._kind = kind
         self._reading: Counter[str] = Counter()
 
     def check(self, tenant: str) -> None:
@@ -33,7 +33,7 @@ class Readers:
             QueueFullError: It may not.
         """
         if self._reading[tenant] >= self._most:
-            message = f"{self._most} {self._what} are read already, as many as may be read at once"
+            message = f"{self._most} {self._kind} are read already, as many as may be read at once"
             raise QueueFullError(message, retry_after_s=1.0)
 
     def whole(self, content: bytes, tenant: str) -> Response:
