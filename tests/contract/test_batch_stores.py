@@ -242,3 +242,8 @@ async def test_a_tenant_without_room_starts_no_batch(store: BatchStore) -> None:
     await store.write_record(batch("x", tenant=""))
     await store.add_results(batch("x"), [LineResult(1, False, b"12345"), LineResult(2, True, b"67")])
     assert await measure_tenant(store, "") == 57
+
+
+async def test_it_may_be_closed_again(store: BatchStore) -> None:
+    """The fixture closes it once more."""
+    await store.close()

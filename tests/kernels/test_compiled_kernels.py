@@ -17,8 +17,15 @@ from tests.support.gpu_compiler import CARDS
 
 MOST_SPILLED = 128
 """Bytes of local memory of a thread: 32 registers of 255. More are stored and loaded for each tile."""
-MORE_SPILLED = {"experts int4-96": 512, "int4-96": 320, "experts int4-128 f32": 320}
-"""Of what is rare: groups that are no power of two, whose scales are looked up for each value; 4 bits with float32."""
+MORE_SPILLED = {
+    "experts int4-96": 512,
+    "int4-96": 320,
+    "experts int4-128 f32": 320,
+    "rejection given": 192,
+    "gemma2 bf16 kv-": 160,
+}
+"""Of what is rare: groups that are no power of two, whose scales are looked up for each value; 4 bits with float32;
+draft probabilities that are given (sm_100, sm_120: a few rows a step); heads of 256 with quantized KV (sm_120)."""
 KERNELS = {
     *("write_kernel", "attend_kernel", "merge_kernel", "linear_kernel", "sum_kernel", "eight_bit_kernel"),
     *("dequantize_kernel", "_gate_up_kernel", "_down_kernel", "quantized_gate_up_kernel", "quantized_down_kernel"),

@@ -102,7 +102,7 @@ async def test_rates_the_report_and_the_knee(service, bench, tmp_path):
         "--url", f"http://{http}", *QUICK, "--request-rate", "200", "--plot", str(tmp_path / "a.png")
     )
     assert code == 0
-    for label in ("Serving Benchmark Result", "Median TTFT (ms)", "P99 ITL (ms)", "Request throughput (req/s)"):
+    for label in ("Serving Benchmark Result", "Median TTFT (ms)", "P99 TPOT (ms)", "Request throughput (req/s)"):
         assert label in out
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     code, out, _ = await bench("--url", f"http://{http}", *QUICK, "--find-knee", "--slo", "ttft:60s", "--request-rate",

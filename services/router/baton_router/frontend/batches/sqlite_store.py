@@ -66,6 +66,7 @@ class SqliteBatchStore:
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
         self._now = now
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch store")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -163,6 +164,9 @@ class SqliteBatchStore:
         await self._change("DELETE FROM leases WHERE batch = ? AND owner = ?", (batch_id, owner))
 
     async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
 

@@ -190,7 +190,7 @@ class BatchStore(Protocol):
         """End a router's lease, if it has it."""
 
     async def close(self) -> None:
-        """Close connections and files."""
+        """Close connections and files; may be called any number of times."""
 
 
 async def read_content(store: BatchStore, file_id: str) -> AsyncIterator[bytes]:
