@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.background import keep_running
-from baton.config.secrets import file_stamp, read_secret_file
+from baton.config.secrets import file_stamp, read_secret_file, require_unguessable
 from baton.errors import ConfigError, InvalidRequestError
 from baton.logs import Absence
 from baton.rpc.audit import audit
@@ -299,7 +299,6 @@ log = logging.getLogger(__name__)
 IN_REDIS = "redis"
 """Value of ``--api-keys`` for keys in Redis."""
 INTERVAL_S = 2.0
-MIN_SECRET_BYTES = 16
 
 
 class FileAccounts:
@@ -353,16 +352,12 @@ def read_secret(path: str) -> bytes | None:
     """Read the secret that decides the tenants' salts; an empty path means none.
 
     Raises:
-        ConfigError: It cannot be read, is open to others, or is too short.
+        ConfigError: It cannot be read, is open to others, or can be guessed.
     """
     if not path:
         return None
     secret = read_secret_file(path, "the tenants' secret", "tenant_secret_file").strip()
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"the tenants' secret in {path} has {len(secret)} bytes; {MIN_SECRET_BYTES} are the least",
-            field="tenant_secret_file",
-        )
+    require_unguessable(secret, f"the tenants' secret in {path}", "tenant_secret_file")
     return secret
 
 

@@ -20,8 +20,10 @@ import grpc.aio
 
 from baton.api.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from baton.errors import ConfigError, InternalError
+from baton.rpc.auth import HEADER
 from baton.rpc.convert import add_to, finish_from_pb, logprob_from_pb, sampling_from_pb, text_delta_to_pb
 from baton.rpc.errors import readable
+from baton.rpc.ticket import ticket_header
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
 from baton.tokenizer import SequenceText, StopStrings, TextModel, TokenDelta
@@ -438,7 +440,8 @@ class DirectCall:
     async def _direct(self, answer: DirectAnswer) -> AsyncGenerator[router_pb2.RouterGenerateResponse, None]:
         links = self._links
         try:
-            async for response in self._open(links.decode(answer.address).Generate, answer.message):
+            generate = links.decode(answer.address).Generate
+            async for response in self._open(generate, answer.message, ticket_header(answer.message.ticket)):
                 yield answer.convert(readable(response))
                 if answer.can_abort:
                     self._inner.cancel()
@@ -456,9 +459,12 @@ class DirectCall:
         if answer is not None:
             self._links.note(answer.last_note(failed=failed))
 
-    def _open(self, method: Any, request: Any) -> Any:
+    def _open(self, method: Any, request: Any, ticket: str = "") -> Any:
         remaining_s = max(0.001, self._ends_at - self._loop.time())
-        self._inner = method(request, timeout=remaining_s, metadata=self._metadata)
+        metadata = self._metadata
+        if ticket:  # instead of the API key, which is for routers
+            metadata = (*((name, value) for name, value in metadata if name != HEADER), (HEADER, ticket))
+        self._inner = method(request, timeout=remaining_s, metadata=metadata)
         if self._stopped:
             self._inner.cancel()
         return self._inner

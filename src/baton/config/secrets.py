@@ -17,6 +17,8 @@ from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_LEAST_CHARACTERS = 16
+_LEAST_DIFFERENT = 6
 MAX_SECRET_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _PIPE_S = 10.0
@@ -156,3 +158,23 @@ def _require_private(fd: int, path: str | os.PathLike[str], what: str, field: st
         )
     if mode & 0o004:
         log.warning("all users of this host can read %s %s (mode %04o)", what, name, mode)
+
+
+def require_unguessable(secret: str | bytes, what: str, field: str) -> None:
+    """Check that a secret is long and has several different characters.
+
+    Args:
+        secret: The secret.
+        what: Description of the secret, for messages.
+        field: Name of the configuration field, for errors.
+
+    Raises:
+        ConfigError: It could be guessed.
+    """
+    if len(secret) < _LEAST_CHARACTERS or len(set(secret)) < _LEAST_DIFFERENT:
+        raise ConfigError(
+            f"{what} can be guessed: it has {len(secret)} characters, {len(set(secret))} different ones, "
+            f"of which {_LEAST_CHARACTERS} and {_LEAST_DIFFERENT} are the least; "
+            "head -c 32 /dev/urandom | base64 makes one that cannot",
+            field=field,
+        )

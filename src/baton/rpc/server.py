@@ -94,6 +94,7 @@ class GrpcServer:
         token: Shared token that callers must prove, as this server does to them; health checks need none.
         tls: Certificates; every caller must show one. ``None``: no TLS.
         admits: Decides which calls are served without a proof; ``None``: none, or all where there is no token.
+            One that is an interceptor as well intercepts the calls that are allowed.
         max_message_bytes: Longest message that is received, in bytes.
         window_bytes: Bytes of a call that a peer may send before they are read; ``None``: that of services.
 
@@ -128,7 +129,8 @@ class GrpcServer:
             "grpc.max_allowed_incoming_connections": max_connections(),
         }
         options = list((dict(_OPTIONS) | own).items())
-        self.server = grpc.aio.server(interceptors=[self._interceptor], options=options)
+        more: list[Any] = [admits] if isinstance(admits, grpc.aio.ServerInterceptor) else []
+        self.server = grpc.aio.server(interceptors=[self._interceptor, *more], options=options)
         if proofs is not None:
             auth_pb2_grpc.add_AuthServiceServicer_to_server(proofs, self.server)
         self._health = HealthServicer()
@@ -363,7 +365,10 @@ Check: TypeAlias = Callable[[Any], None]
 
 def _refusal(method: str, error: BatonError) -> Any:
     async def refuse(request: Any, context: Any) -> None:
-        audit("authentication_failed", over="grpc", peer=peer_of(context), method=method)  # a forged credential's too
+        if isinstance(error, PermissionDeniedError):
+            audit("denied", over="grpc", peer=peer_of(context), method=method, reason=error.field or "")
+        else:
+            audit("authentication_failed", over="grpc", peer=peer_of(context), method=method)  # a forged one's too
         await abort_with(context, error)
 
     return grpc.stream_unary_rpc_method_handler(refuse)  # at once: a request may never come

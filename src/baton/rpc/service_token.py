@@ -8,15 +8,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from baton.config.secrets import file_stamp, read_secret_file
+from baton.config.secrets import file_stamp, read_secret_file, require_unguessable
 from baton.errors import ConfigError
 from baton.rpc.audit import audit
 
 log = logging.getLogger(__name__)
 
 MAX_TOKENS = 4
-_LEAST_CHARACTERS = 16
-_LEAST_DIFFERENT = 6
 _LOOK_S = 1.0
 
 
@@ -114,13 +112,7 @@ def _read(path: str) -> tuple[str, ...]:
         raise ConfigError(f"the token file {path} is no text", field="token_file") from error
     tokens = _checked([line.strip() for line in lines if line.strip()], path)
     for token in tokens:
-        if len(token) < _LEAST_CHARACTERS or len(set(token)) < _LEAST_DIFFERENT:
-            raise ConfigError(
-                f"a token in {path} can be guessed: it has {len(token)} characters, {len(set(token))} different ones, "
-                f"of which {_LEAST_CHARACTERS} and {_LEAST_DIFFERENT} are the least; "
-                "head -c 32 /dev/urandom | base64 makes one that cannot",
-                field="token_file",
-            )
+        require_unguessable(token, f"a token in {path}", "token_file")
     return tokens
 
 

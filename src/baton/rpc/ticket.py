@@ -4,10 +4,14 @@ A router signs, the decode instance verifies; both read the key from a file. A t
 process, the digest of the request, its expiry and a nonce. So a copied ticket is useless: it is not valid for another
 request, another instance, a second time or later, nor for the next process of the instance, which has not seen the
 nonces of the one before.
+
+A client sends its ticket in the head of the call, as ``authorization: Ticket BASE64``, so that it is checked before the
+request is read.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import secrets
@@ -18,12 +22,12 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from baton.api.v1 import worker_pb2
-from baton.config.secrets import read_secret_file
-from baton.errors import ConfigError, PermissionDeniedError
+from baton.config.secrets import read_secret_file, require_unguessable
+from baton.errors import PermissionDeniedError
 
-MIN_KEY_BYTES = 16
+SCHEME = "Ticket "
 _NONCE_BYTES = 16
-_MAX_BODY_BYTES = 64 * 1024
+_MAX_HEADER_CHARS = 4096
 _MAX_NONCES = 1_000_000
 _LONGEST_S = 3600.0
 
@@ -32,15 +36,12 @@ def read_ticket_key(path: str) -> bytes | None:
     """Read the key that routers and decode instances share; ``None`` for an empty path.
 
     Raises:
-        ConfigError: The file cannot be read or is open to others, or the key is too short.
+        ConfigError: The file cannot be read or is open to others, or the key can be guessed.
     """
     if not path:
         return None
     key = read_secret_file(path, "the ticket key", "ticket_key_file").strip()
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(
-            f"the ticket key in {path} has {len(key)} bytes; {MIN_KEY_BYTES} are the least", field="ticket_key_file"
-        )
+    require_unguessable(key, f"the ticket key in {path}", "ticket_key_file")
     return key
 
 
@@ -75,13 +76,17 @@ def sign(
         instance_id=bearer.instance_id,
         epoch=bearer.epoch,
         address=bearer.address,
-        prefill_addresses=request.prefill_candidates,
         request_digest=request_digest(request),
         expires_ms=int(1000 * (now() + life_s)),
         nonce=secrets.token_bytes(_NONCE_BYTES),
     ).SerializeToString()
     request.ticket.body = body
     request.ticket.mac = _mac(key, body)
+
+
+def ticket_header(ticket: worker_pb2.PlacementTicket) -> str:
+    """Return the ``authorization`` of the call that a ticket is for."""
+    return SCHEME + base64.b64encode(ticket.SerializeToString()).decode()
 
 
 class TicketCheck:
@@ -99,22 +104,17 @@ class TicketCheck:
         self._now = now
         self._used: dict[bytes, float] = {}
 
-    def verify(self, request: worker_pb2.GenerateRequest) -> None:
-        """Check a request's ticket, and mark it as used.
+    def admit(self, header: str | bytes | None) -> None:
+        """Check the ticket in the head of a call, and mark it as used: it lets one request be read.
+
+        Args:
+            header: The call's ``authorization``; ``None``: it has none.
 
         Raises:
-            PermissionDeniedError: The ticket is missing, forged, expired, used before, or for something else.
+            PermissionDeniedError: The ticket is missing, forged, expired, used before, or for another instance.
         """
-        ticket = request.ticket
+        body = self._read(header)
         now = self._now()
-        if not request.HasField("ticket"):
-            raise _denied("this instance wants a placement ticket: ask a router for one")
-        if len(ticket.body) > _MAX_BODY_BYTES or not hmac.compare_digest(_mac(self._key, ticket.body), ticket.mac):
-            raise _denied("the ticket is forged, or signed with another key")
-        try:
-            body = worker_pb2.TicketBody.FromString(ticket.body)
-        except DecodeError as error:
-            raise _denied("the ticket cannot be read") from error
         if body.instance_id != self._bearer.instance_id or body.epoch != self._bearer.epoch:
             raise _denied(f"the ticket is for another instance or process than {self._bearer.instance_id}")
         ends_at = body.expires_ms / 1000
@@ -122,11 +122,37 @@ class TicketCheck:
             raise _denied(f"the ticket expired {now - ends_at:.1f} s ago")
         if ends_at > now + _LONGEST_S or len(body.nonce) != _NONCE_BYTES:
             raise _denied("the ticket is none that a router makes")
-        if not hmac.compare_digest(body.request_digest, request_digest(request)):
-            raise _denied("the ticket is for another request")
         if body.nonce in self._used:
             raise _denied("the ticket was used before")
         self._mark_used(body.nonce, ends_at, now)
+
+    def require(self, header: str | bytes | None, digest: bytes) -> None:
+        """Check that a request is the one that the ticket in its call's head is for.
+
+        Args:
+            header: The call's ``authorization``.
+            digest: The request's; see :func:`request_digest`.
+
+        Raises:
+            PermissionDeniedError: It is another one.
+        """
+        if not hmac.compare_digest(self._read(header).request_digest, digest):
+            raise _denied("the ticket is for another request")
+
+    def _read(self, header: str | bytes | None) -> worker_pb2.TicketBody:
+        """Return the ticket in a header, if a router signed it."""
+        if not isinstance(header, str) or not header.startswith(SCHEME):
+            raise _denied("this instance wants a placement ticket: ask a router for one")
+        try:
+            if len(header) > _MAX_HEADER_CHARS:
+                raise ValueError("too long")
+            data = base64.b64decode(header[len(SCHEME) :], validate=True)
+            ticket = worker_pb2.PlacementTicket.FromString(data)
+            if not hmac.compare_digest(_mac(self._key, ticket.body), ticket.mac):
+                raise _denied("the ticket is forged, or signed with another key")
+            return worker_pb2.TicketBody.FromString(ticket.body)
+        except (ValueError, DecodeError) as error:
+            raise _denied("the ticket cannot be read") from error
 
     def _mark_used(self, nonce: bytes, ends_at: float, now: float) -> None:
         if len(self._used) >= _MAX_NONCES:

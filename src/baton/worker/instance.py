@@ -23,7 +23,7 @@ from baton.engine.build import load_grammars, make_arena
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import load_executor
 from baton.engine.speculation.methods import load_drafter
-from baton.errors import BusyError, InvalidRequestError
+from baton.errors import BusyError, InvalidRequestError, PermissionDeniedError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.logs import Absence
@@ -36,6 +36,7 @@ from baton.rpc.redis import RedisPresence, instance_key, news_key
 from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.service_token import Token, read_token
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key
+from baton.rpc.ticketed_calls import TicketedCalls
 from baton.rpc.tls import Tls, read_tls
 from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Epoch, InstanceId, Role
@@ -252,17 +253,20 @@ class WorkerInstance:
         tickets = None
         key = read_ticket_key(config.ticket_key_file)
         if key is not None:
-            tickets = TicketCheck(key, Bearer(base.instance_id, base.model.arena.epoch))
+            check = TicketCheck(key, Bearer(base.instance_id, base.model.arena.epoch))
+            denied = base.metrics.requests.labels("generate", PermissionDeniedError.code)
+            tickets = TicketedCalls(
+                check, f"/{SERVICE}/Generate", admits_others=base.token is None, on_denied=denied.inc
+            )
         server = GrpcServer(
             host=config.host,
             port=config.port,
             services=[SERVICE],
             token=base.token,
             tls=base.tls,
-            # Clients with a ticket have no token.
-            admits=(lambda method, _: method == f"/{SERVICE}/Generate") if tickets and base.token else None,
+            admits=tickets,
         )
-        self._servicer = WorkerServicer(context, role, tickets, self.change_role)
+        self._servicer = WorkerServicer(context, role, self.change_role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.server)
         self.port = await server.start()
         self._server = server

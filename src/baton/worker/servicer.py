@@ -16,12 +16,11 @@ from baton.config.stores import DISCOVER, StoreAddress
 from baton.engine.executor.base import Quality
 from baton.engine.request import EngineStats
 from baton.engine.sampler import SAMPLER_VERSION
-from baton.errors import PermissionDeniedError, UnavailableError
+from baton.errors import UnavailableError
 from baton.kv_cache.events import KVEvent
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.convert import fingerprint_to_pb, role_from_pb, role_to_pb
 from baton.rpc.multiplex_server import generate_many
-from baton.rpc.ticket import TicketCheck
 from baton.types import RequestId, Role
 from baton.version import __version__
 from baton.worker.context import InstanceRole, WorkerContext
@@ -44,7 +43,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     Args:
         context: The instance's parts.
         role: Role in which the instance starts.
-        tickets: Checks tickets of clients that call without a router; ``None``: they need no ticket.
         change_role: Switches the instance to another role; see :meth:`SetRole`.
 
     Attributes:
@@ -55,28 +53,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self,
         context: WorkerContext,
         role: InstanceRole,
-        tickets: TicketCheck | None,
         change_role: Callable[[Role], Awaitable[None]],
     ) -> None:
         self._worker = context
         self.role = role
-        self._tickets = tickets
         self._change_role = change_role
         self._load = LoadReporter()
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        """Run a request of a direct client, which needs a ticket if this instance has a ticket key."""
-        responses = self._generate(request, context)
-        if self._tickets is not None:
-            try:
-                self._tickets.verify(request)
-            except PermissionDeniedError as error:
-                self._worker.base.metrics.requests.labels("generate", error.code).inc()
-                audit("denied", over="grpc", method="Generate", reason="ticket", peer=peer_of(context))
-                raise
-        async with aclosing(responses):
+        """Run a request of a direct client."""
+        async with aclosing(self._generate(request, context)) as responses:
             async for response in responses:
                 yield response
 

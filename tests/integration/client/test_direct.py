@@ -25,10 +25,11 @@ from baton.config import EngineConfig
 from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError, InvalidRequestError, PermissionDeniedError, QueueFullError
+from baton.rpc.auth import HEADER
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.service_token import Token
-from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key, sign
+from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key, request_digest, sign, ticket_header
 from baton.token_ids import pack_ids
 from baton.tokenizer import Tokenizer
 from baton.types import Role
@@ -360,41 +361,45 @@ async def test_instances_refuse_what_the_ticket_is_not_for(world: World) -> None
     async with contextlib.AsyncExitStack() as stack:
         channel = await stack.enter_async_context(open_channel(world.grpc))
         asked = build_generate(PROMPT, "", {"max_tokens": 3, "seed": 1})
-        route = await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(direct=asked))
-        request, address = route.direct.request, route.direct.address
+        router_stub = router_pb2_grpc.RouterServiceStub(channel)
+
+        async def placed() -> tuple[worker_pb2.GenerateRequest, str]:
+            route = await router_stub.Route(router_pb2.RouteRequest(direct=asked))
+            return route.direct.request, route.direct.address
+
+        request, address = await placed()
         (other,) = [x.address for x in world.workers if x.address != address]
 
-        async def send(changed: worker_pb2.GenerateRequest, to: str = address) -> int:
+        async def send(changed: worker_pb2.GenerateRequest, to: str, *, ticket: bool = True) -> int:
             stub = worker_pb2_grpc.WorkerServiceStub(await stack.enter_async_context(open_channel(to)))
+            head = ((HEADER, ticket_header(changed.ticket)),) if ticket else ()
             try:
-                return len([x async for x in stub.Generate(changed, timeout=240)])
+                return len([x async for x in stub.Generate(changed, timeout=240, metadata=head)])
             except Exception as error:
                 raise from_rpc_error(error) from error  # type: ignore[arg-type]
 
-        def altered(**fields: Any) -> worker_pb2.GenerateRequest:
-            changed = worker_pb2.GenerateRequest()
-            changed.CopyFrom(request)
-            for name, value in fields.items():
-                if value is None:
-                    changed.ClearField(name)  # type: ignore[arg-type]
-                else:
-                    setattr(changed, name, value)
-            return changed
-
-        forged = altered()
+        forged = worker_pb2.GenerateRequest()
+        forged.CopyFrom(request)
         forged.ticket.mac = bytes(32)
-        for changed, to, reason in (
-            (altered(ticket=None), address, "wants a placement ticket"),
-            (forged, address, "forged"),
-            (altered(priority=-5), address, "another request"),
-            (altered(cache_salt="x"), address, "another request"),
-            (request, other, "another instance"),
-        ):
+        for changed, to, reason in ((forged, address, "forged"), (request, other, "another instance")):
             with pytest.raises(PermissionDeniedError, match=reason):
                 await send(changed, to)
-        assert await send(request) == 3
+        with pytest.raises(PermissionDeniedError, match="wants a placement ticket"):
+            await send(request, address, ticket=False)  # the one in the message counts for nothing
+        assert await send(request, address) == 3
         with pytest.raises(PermissionDeniedError, match="used before"):
-            await send(request)
+            await send(request, address)
+        for name, value in (("priority", -5), ("cache_salt", "x")):
+            changed, to = await placed()
+            setattr(changed, name, value)
+            with pytest.raises(PermissionDeniedError, match="another request"):
+                await send(changed, to)
+
+
+def use(check: TicketCheck, request: worker_pb2.GenerateRequest) -> None:
+    head = ticket_header(request.ticket)
+    check.admit(head)
+    check.require(head, request_digest(request))
 
 
 def test_a_ticket_has_an_end_and_belongs_to_one_process() -> None:
@@ -402,12 +407,12 @@ def test_a_ticket_has_an_end_and_belongs_to_one_process() -> None:
     request = worker_pb2.GenerateRequest(request_id="r", prompt_token_ids=pack_ids([1, 2]))
     sign(KEY, request, Bearer("d0", b"epoch"), life_s=30, now=lambda: clock[0])
     with pytest.raises(PermissionDeniedError, match="another instance or process"):
-        TicketCheck(KEY, Bearer("d0", b"restarted"), lambda: clock[0]).verify(request)
+        use(TicketCheck(KEY, Bearer("d0", b"restarted"), lambda: clock[0]), request)
     with pytest.raises(PermissionDeniedError, match="another key"):
-        TicketCheck(KEY[::-1], Bearer("d0", b"epoch"), lambda: clock[0]).verify(request)
+        use(TicketCheck(KEY[::-1], Bearer("d0", b"epoch"), lambda: clock[0]), request)
     clock[0] += 31
     with pytest.raises(PermissionDeniedError, match=r"expired 1\.0 s ago"):
-        TicketCheck(KEY, Bearer("d0", b"epoch"), lambda: clock[0]).verify(request)
+        use(TicketCheck(KEY, Bearer("d0", b"epoch"), lambda: clock[0]), request)
 
 
 @pytest.mark.parametrize("jump_s", [-86400.0, -31.0, 31.0, 86400.0])
@@ -421,23 +426,23 @@ def test_a_clock_that_jumps_makes_no_ticket_count_twice_nor_for_ever(jump_s: flo
         return request
 
     used, unused = ticket("used"), ticket("unused")
-    check.verify(used)
+    use(check, used)
     clock[0] += jump_s
     with pytest.raises(PermissionDeniedError):
-        check.verify(used)
+        use(check, used)
     if jump_s > 0:
         with pytest.raises(PermissionDeniedError, match="expired"):
-            check.verify(unused)
+            use(check, unused)
     clock[0] = 1e9 + 29  # back again, and the ticket not yet over: still used once
     for number in range(100):
-        check.verify(ticket(str(number)))
+        use(check, ticket(str(number)))
     with pytest.raises(PermissionDeniedError, match="used before"):
-        check.verify(used)
+        use(check, used)
 
 
 def test_a_key_must_be_there_and_long_enough(tmp_path: Path) -> None:
     assert read_ticket_key("") is None
-    for name, content in (("missing", None), ("short", b"secret\n")):
+    for name, content in (("missing", None), ("short", b"secret\n"), ("same", b"k" * 32)):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError) as refused:
@@ -469,7 +474,9 @@ async def test_a_real_decode_instance_wants_tickets_of_clients_and_none_of_route
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
 
             async def generate() -> list[int]:
-                return [t async for x in stub.Generate(request, timeout=240) for d in x.deltas for t in d.token_ids]
+                head = ((HEADER, ticket_header(request.ticket)),) if request.HasField("ticket") else ()
+                stream = stub.Generate(request, timeout=240, metadata=head)
+                return [t async for x in stream for d in x.deltas for t in d.token_ids]
 
             with pytest.raises(grpc.aio.AioRpcError, match="wants a placement ticket") as refused:
                 await generate()

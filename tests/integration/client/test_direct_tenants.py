@@ -26,7 +26,7 @@ from baton.errors import UnauthenticatedError
 from baton.rpc.auth import HEADER
 from baton.rpc.channel import open_channel
 from baton.rpc.service_token import read_token
-from baton.rpc.ticket import Bearer, sign
+from baton.rpc.ticket import Bearer, sign, ticket_header
 from baton.token_ids import pack_ids
 from baton.types import Role
 
@@ -99,7 +99,8 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
 
             async def generate() -> int:
-                shown = ((HEADER, "Bearer an API key of the router"),)
+                signed = request.HasField("ticket")
+                shown = ((HEADER, ticket_header(request.ticket) if signed else "Bearer an API key of the router"),)
                 stream = stub.Generate(request, timeout=240, metadata=shown)
                 return len([t async for x in stream for d in x.deltas for t in d.token_ids])
 
@@ -112,6 +113,7 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
                 await generate()
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED, "the tenant is signed too"
             request.ClearField("tenant")
+            sign(KEY, request, bearer, life_s=30)
             assert await generate() == 4
             for call in (
                 stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=240),

@@ -25,6 +25,7 @@ from baton.rpc.multiplex_server import generate_many
 from baton.rpc.server import GrpcServer, free_port
 from baton.rpc.service_token import Token
 from baton.rpc.ticket import Bearer, TicketCheck
+from baton.rpc.ticketed_calls import TicketedCalls
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
 from baton.types import BlockHash, Epoch, FinishReason, Role
@@ -122,7 +123,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.epoch = Epoch(secrets.token_bytes(16))
         self.port = 0
         self._token, self._ticket_key = token, ticket_key
-        self._tickets: TicketCheck | None = None
+        self._tickets: TicketedCalls | None = None
         self._caches = caches
         self._changed = asyncio.Event()
         self._log: list[events_pb2.KvEventBatch] = []
@@ -143,13 +144,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def start(self, port: int = 0) -> str:
         """Listen and return the address. It is none that a connection could take while this worker is away."""
         if self._ticket_key is not None:
-            self._tickets = TicketCheck(self._ticket_key, Bearer(self.instance_id, self.epoch))
+            check = TicketCheck(self._ticket_key, Bearer(self.instance_id, self.epoch))
+            self._tickets = TicketedCalls(check, f"/{SERVICE}/Generate", admits_others=self._token is None)
         self._server = GrpcServer(
             host="127.0.0.1",
             port=port or free_port(),
             services=[SERVICE],
             token=self._token,
-            admits=(lambda method, _: method == f"/{SERVICE}/Generate") if self._tickets and self._token else None,
+            admits=self._tickets,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start()
@@ -336,8 +338,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         """Generate for a client that comes without a router."""
-        if self._tickets is not None:
-            self._tickets.verify(request)
         async with aclosing(self._run(request, context)) as responses:
             async for response in responses:
                 yield response

@@ -46,7 +46,7 @@ from baton.kv_transfer.wire import (
 from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.service_token import Token
-from baton.rpc.ticket import Bearer, TicketCheck, request_digest
+from baton.rpc.ticket import SCHEME, Bearer, TicketCheck, request_digest, ticket_header
 from baton_kvstore.tiers.disk.directory import decode_checkpoint
 from baton_kvstore.tiers.disk.segment import VERSION
 from baton_router.frontend.grpc.servicer import text_request
@@ -287,15 +287,17 @@ def test_tickets(body: Any, request: Any, junk: bytes, signed: bool) -> None:
     key = b"k" * 16
     request.ticket.body = body.SerializeToString() + junk
     request.ticket.mac = hmac.digest(key, request.ticket.body, "sha256") if signed else junk
-    with contextlib.suppress(PermissionDeniedError):
-        TicketCheck(key, Bearer("i", b"e"), lambda: 1000.0).verify(request)
+    check = TicketCheck(key, Bearer("i", b"e"), lambda: 1000.0)
+    for header in (ticket_header(request.ticket), SCHEME + junk.decode("latin-1"), junk):
+        with contextlib.suppress(PermissionDeniedError):
+            check.admit(header)
     right = worker_pb2.TicketBody(
         instance_id="i", epoch=b"e", request_digest=request_digest(request), expires_ms=body.expires_ms, nonce=b"n" * 16
     )
     request.ticket.body = right.SerializeToString()
     request.ticket.mac = hmac.digest(key, request.ticket.body, "sha256")
     with contextlib.suppress(PermissionDeniedError):
-        TicketCheck(key, Bearer("i", b"e"), lambda: 1000.0).verify(request)
+        TicketCheck(key, Bearer("i", b"e"), lambda: 1000.0).admit(ticket_header(request.ticket))
 
 
 @FUZZ

@@ -117,7 +117,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def ticket(self) -> Global___PlacementTicket:
-        """of a client that comes without a router between"""
+        """from a router to its client, which sends it in the call's `authorization: Ticket BASE64`; instances read it there alone"""
 
     @_builtins.property
     def tenant(self) -> _common_pb2.Tenant:
@@ -227,7 +227,9 @@ class TicketBody(_message.Message):
     nonce: _builtins.bytes
     """16 random bytes: a ticket counts once"""
     @_builtins.property
-    def prefill_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def prefill_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """not set: the digest covers them"""
+
     def __init__(
         self,
         *,
