@@ -1,19 +1,24 @@
-"""The C library's memory allocator."""
+"""Memory of the process: garbage in reference cycles, and what the C library's allocator keeps."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 from collections.abc import Callable
 
 import psutil
 
 from baton.background import keep_running
 
-_LOOK_S = 5.0
+_LOOK_S = 1.0
+_SHORTEST_S = 5.0
 _LONGEST_S = 320.0
 _MUCH = 16 << 20
 """Bytes whose growth or return counts."""
+_GARBAGE = 64 << 20
+_GARBAGE_SHARE = 0.1
+"""Growth from which garbage is collected: in bytes, and as a share of the memory."""
 
 
 def return_free_memory() -> None:
@@ -29,7 +34,11 @@ def resident_bytes() -> int:
 
 
 class MemoryTrimmer:
-    """Returns freed memory to the system from time to time.
+    """Collects garbage when memory has grown, and returns freed memory to the system from time to time.
+
+    Python collects garbage in reference cycles by the number of objects. An error that refers to a request of many
+    megabytes is a few objects: thousands of them may wait. So a collection also runs when memory has grown by
+    ``_GARBAGE`` bytes and ``_GARBAGE_SHARE``.
 
     A burst of long requests leaves holes all over the allocator's heap, which it would keep for ever. Walking over the
     heap costs up to a third of a second per GiB, in which other threads' allocations wait. So the pauses double while
@@ -38,15 +47,20 @@ class MemoryTrimmer:
 
     Args:
         trim: Returns freed memory; called in a thread.
+        collect: Collects garbage in cycles; called in the event loop.
         resident: Returns the process's resident memory in bytes.
     """
 
     def __init__(
-        self, trim: Callable[[], None] = return_free_memory, resident: Callable[[], int] = resident_bytes
+        self,
+        trim: Callable[[], None] = return_free_memory,
+        resident: Callable[[], int] = resident_bytes,
+        collect: Callable[[], object] = gc.collect,
     ) -> None:
         self._trim = trim
         self._resident = resident
-        self._settled = resident()
+        self._collect = collect
+        self._settled = self._collected = resident()
         self._pause_s = _LONGEST_S
         self._left_s = _LONGEST_S
         self._task: asyncio.Task[None] | None = None
@@ -73,9 +87,13 @@ class MemoryTrimmer:
             elapsed_s: Seconds since the last look.
         """
         before = self._resident()
+        if before - self._collected > max(_GARBAGE, _GARBAGE_SHARE * self._collected):
+            self._collect()
+            self._collected = self._resident()
+        self._collected = min(self._collected, before)
         if before - self._settled > _MUCH:
             self._settled = before
-            self._pause_s = self._left_s = _LOOK_S
+            self._pause_s = self._left_s = _SHORTEST_S
         else:
             self._settled = min(self._settled, before)
             self._left_s -= elapsed_s
@@ -83,5 +101,6 @@ class MemoryTrimmer:
             return
         await asyncio.to_thread(self._trim)
         self._settled = self._resident()
+        self._collected = min(self._collected, self._settled)
         gained = before - self._settled > _MUCH
-        self._pause_s = self._left_s = _LOOK_S if gained else min(2 * self._pause_s, _LONGEST_S)
+        self._pause_s = self._left_s = _SHORTEST_S if gained else min(2 * self._pause_s, _LONGEST_S)

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from baton.allocator import MemoryTrimmer
 from baton.background import create_task
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import HostRule, is_loopback, require_safe_bind
-from baton.rpc.server import GrpcServer, require_free_port
+from baton.rpc.server import PENDING_CALLS, WINDOW, GrpcServer, require_free_port
 from baton.rpc.service_token import Token, read_token
 from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import Tls, read_tls
@@ -66,6 +65,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_MAX_PENDING = 1024
+"""gRPC calls that wait for a handler: a burst of clients may have many."""
 _WINDOW_BYTES = 64 * 1024
 """Bytes of a gRPC call that gRPC keeps before it is read: a client may open thousands."""
 _KEEP_ALIVE_S = 75
@@ -345,7 +346,6 @@ class RouterApp:
         self.processor = self._pipeline.processor
         self._reload = CredentialReload(self._credentials.source, self._credentials.tls, self._credentials.https)
         self._preload = _TokenizerPreload(self._pipeline.tokenizers, self.registry)
-        self._trimmer = MemoryTrimmer()
         self._grpc: GrpcServer | None = None
         self._end_scrapes: Callable[[], None] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -374,7 +374,6 @@ class RouterApp:
         except ConfigError:
             sock.close()
             raise
-        self._trimmer.start()
         self.registry.start()
         self._preload.start()
         self._pipeline.tickets.start()
@@ -418,7 +417,7 @@ class RouterApp:
             admits=admits_clients(self._credentials.accounts),
             # Only clients send long messages here. What is longer is refused before it has arrived.
             max_message_bytes=self._config.max_body_bytes or MAX_BODY_BYTES,
-            window_bytes=_WINDOW_BYTES,
+            options={WINDOW: _WINDOW_BYTES, **dict.fromkeys(PENDING_CALLS, _MAX_PENDING)},
         )
         servicer = RouterServicer(
             self.processor,
@@ -447,7 +446,6 @@ class RouterApp:
         time_is_up.cancel()
         if self._web.batch_store is not None:
             await self._web.batch_store.close()
-        await self._trimmer.close()
         await self._preload.close()
         await self._pipeline.tickets.close()
         await self._reload.close()

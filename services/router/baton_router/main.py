@@ -41,7 +41,6 @@ async def _serve(config: RouterConfig) -> int:
     except BaseException:
         await app.stop()
         raise
-    gc.freeze()  # what is here now stays: no collection needs to look at it again
     gc.set_threshold(_GC_THRESHOLD)
     stop = StopRequest()
     app.on_http_failure = stop.fail

@@ -8,6 +8,9 @@
     service -> proof of the service                     (or UNAUTHENTICATED, and the caller sends nothing more)
     caller -> any call, with `authorization: Baton CREDENTIAL`
 
+A service reads no message of callers that have proved nothing: it would be of any length. So the requests of these two
+calls are in their heads (:data:`REQUEST_KEY`), and their messages are empty.
+
 A proof is an HMAC of role, nonces and the caller's certificate under a key derived from the token. So the token cannot
 be read, neither proof can be replayed, and no request leaves before the service has shown that it knows the token.
 
@@ -49,6 +52,8 @@ from baton.rpc.service_token import Token
 
 SERVICE = auth_pb2.DESCRIPTOR.services_by_name["AuthService"].full_name
 SCHEME = "Baton "
+REQUEST_KEY = "baton-request-bin"
+"""Metadata of a call to the service that has its request."""
 _NONCE_BYTES = 16
 _TAG_BYTES = 16
 _TIME_BYTES = 8
@@ -293,7 +298,9 @@ class Prover:
         async def call(method: str, request: Message, response: type[M]) -> M:
             waits = {"wait_for_ready": wait_for_ready} if method == "Challenge" else {}  # the connection is up then
             try:
-                answer: M = readable(await getattr(stub, method)(request, timeout=patience_s, **waits))
+                sent = ((REQUEST_KEY, request.SerializeToString()),)
+                empty = type(request)()
+                answer: M = readable(await getattr(stub, method)(empty, metadata=sent, timeout=patience_s, **waits))
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and patience_s == HANDSHAKE_S:
                     raise proof_timeout(self._address) from error

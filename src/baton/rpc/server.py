@@ -13,13 +13,14 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -29,6 +30,7 @@ from baton.errors import (
     BatonError,
     ConfigError,
     DeadlineError,
+    InvalidRequestError,
     PermissionDeniedError,
     QueueFullError,
     UnauthenticatedError,
@@ -38,7 +40,7 @@ from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits, require_safe_bind
 from baton.rpc.connections import ConnectionGuard, max_connections
 from baton.rpc.errors import DETAILS_KEY, status_code, status_details
-from baton.rpc.proof import SCHEME, ProofServicer
+from baton.rpc.proof import REQUEST_KEY, SCHEME, ProofServicer
 from baton.rpc.proof import SERVICE as PROOFS
 from baton.rpc.service_token import Token
 from baton.rpc.tls import CertificateRoles, Tls
@@ -49,13 +51,15 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10000
 _PORT_TRIES = 1000
+WINDOW = "grpc.http2.lookahead_bytes"
+"""Option: bytes of a call that a peer may send before they are read."""
 CONNECTION_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # gRPC would measure the link with a ping for most messages of a quiet stream, which costs both ends more than the
     # message. The result sets the flow control window; that is fixed instead, for 20 MB/s over 50 ms.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 1024 * 1024),
+    (WINDOW, 1024 * 1024),
     # Compressed messages are refused: a message's size is checked after decompression, and a megabyte from an
     # unauthenticated caller can expand to a gigabyte.
     ("grpc.compression_enabled_algorithms_bitset", 1),
@@ -64,6 +68,8 @@ CONNECTION_OPTIONS: list[tuple[str, Any]] = [
 """Options of both servers and channels."""
 SETTINGS_TIMEOUT = "grpc.http2.settings_timeout"
 """Option: milliseconds in which a peer acknowledges the settings."""
+PENDING_CALLS = ("grpc.server.max_pending_requests", "grpc.server.max_pending_requests_hard_limit")
+"""Options: calls that wait for a handler, with their heads in memory; beyond the first some are refused, then all."""
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
@@ -75,13 +81,18 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.server_handshake_timeout_ms", 10_000),
     # Until a peer acknowledges the settings, gRPC bounds neither its metadata nor its streams by them.
     (SETTINGS_TIMEOUT, 5_000),
+    *dict.fromkeys(PENDING_CALLS, 256).items(),
     ("grpc.max_connection_idle_ms", 300_000),  # without a call; Baton's own callers leave before (channel.py)
 ]
 _OPEN = (f"/{health.SERVICE_NAME}/", f"/{PROOFS}/")
-_REQUEST_S = 10.0
-_MAX_AWAITED = 1024
-_MAX_AWAITED_PER_PEER = 256
-"""A call that needs no token must send its request within ``_REQUEST_S``; so many calls may be waiting for theirs."""
+_REQUEST_S = 1.0
+_MAX_REQUEST_BYTES = 1024
+_MAX_READING = 4
+_MAX_READING_PER_PEER = 2
+"""Bounds on the requests of health checks, which need no token: time, length, and how many are read at once.
+
+gRPC reads a message whole, up to the longest of any call.
+"""
 
 
 class GrpcServer:
@@ -96,7 +107,7 @@ class GrpcServer:
         admits: Decides which calls are served without a proof; ``None``: none, or all where there is no token.
             One that is an interceptor as well intercepts the calls that are allowed.
         max_message_bytes: Longest message that is received, in bytes.
-        window_bytes: Bytes of a call that a peer may send before they are read; ``None``: that of services.
+        options: gRPC options that differ from those of services.
 
     Raises:
         ConfigError: Off loopback with neither token nor certificates.
@@ -112,7 +123,7 @@ class GrpcServer:
         tls: Tls | None = None,
         admits: Admits | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        window_bytes: int | None = None,
+        options: Mapping[str, int] | None = None,
     ) -> None:
         require_safe_bind(host, token, tls)
         self._host = host
@@ -125,12 +136,12 @@ class GrpcServer:
         self._interceptor = _Interceptor(proofs, admits, roles, self._guard.mark_known)
         own = {
             "grpc.max_receive_message_length": max_message_bytes,
-            **({} if window_bytes is None else {"grpc.http2.lookahead_bytes": window_bytes}),
             "grpc.max_allowed_incoming_connections": max_connections(),
+            **(options or {}),
         }
-        options = list((dict(_OPTIONS) | own).items())
+        all_options = list((dict(_OPTIONS) | own).items())
         more: list[Any] = [admits] if isinstance(admits, grpc.aio.ServerInterceptor) else []
-        self.server = grpc.aio.server(interceptors=[self._interceptor, *more], options=options)
+        self.server = grpc.aio.server(interceptors=[self._interceptor, *more], options=all_options)
         if proofs is not None:
             auth_pb2_grpc.add_AuthServiceServicer_to_server(proofs, self.server)
         self._health = HealthServicer()
@@ -267,7 +278,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._admits = admits
         self._roles = roles
         self._on_allowed = on_allowed
-        self._awaited: Counter[str] = Counter()
+        self._reading: Counter[str] = Counter()
 
     async def intercept_service(
         self,
@@ -295,44 +306,45 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             "unary_stream": _guard_stream,
             "stream_stream": _guard_stream,
         }
-        if is_open:
-            handler = self._in_time(handler)
+        if method.startswith(f"/{PROOFS}/"):
+            handler = _from_head(handler)
+        elif is_open:
+            handler = self._bounded(handler)
         return handler._replace(
             **{kind: guard(behavior, checks) for kind, guard in guards.items() if (behavior := getattr(handler, kind))}
         )
 
-    def _in_time(self, handler: Any) -> Any:
-        """Bound the time of a call's one request: gRPC would wait for it as long as the caller likes."""
-        codec = handler.request_deserializer, handler.response_serializer
+    def _bounded(self, handler: Any) -> Any:
+        """Bound the one request of a health check: gRPC would wait for it, however long it takes and gets."""
+        parse = handler.request_deserializer
 
-        async def whole(requests: AsyncIterator[Any], context: Any) -> Any:
-            return await handler.unary_unary(await self._first(requests, context), context)
+        async def whole(_: object, context: Any) -> Any:
+            return await handler.unary_unary(await self._read(context, parse), context)
 
-        async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async def stream(_: object, context: Any) -> AsyncIterator[Any]:
             async with contextlib.aclosing(
-                handler.unary_stream(await self._first(requests, context), context)
+                handler.unary_stream(await self._read(context, parse), context)
             ) as responses:
                 async for response in responses:
                     yield response
 
         if handler.unary_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(whole, *codec)
-        return grpc.stream_stream_rpc_method_handler(stream, *codec)
+            return grpc.stream_unary_rpc_method_handler(whole, None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
 
-    async def _first(self, requests: AsyncIterator[Any], context: Any) -> Any:
+    async def _read(self, context: Any, parse: Callable[[bytes], Any]) -> Any:
+        """Read a request; where too many are being read, return the empty one, whose answer is the server's health."""
         peer = context.peer().rpartition(":")[0]
-        if self._awaited.total() >= _MAX_AWAITED or self._awaited[peer] >= _MAX_AWAITED_PER_PEER:
-            raise QueueFullError("too many calls are without their requests")
-        self._awaited[peer] += 1
+        if self._reading.total() >= _MAX_READING or self._reading[peer] >= _MAX_READING_PER_PEER:
+            return parse(b"")
+        self._reading[peer] += 1
         try:
-            async with asyncio.timeout(_REQUEST_S):
-                return await anext(requests)
-        except (TimeoutError, StopAsyncIteration) as error:
-            raise DeadlineError(f"the request did not come within {_REQUEST_S:g} s") from error
+            data = await read_message(context, _REQUEST_S)
         finally:
-            self._awaited[peer] -= 1
-            if not self._awaited[peer]:
-                del self._awaited[peer]
+            self._reading[peer] -= 1
+            if not self._reading[peer]:
+                del self._reading[peer]
+        return _parse(data, parse)
 
     def _check(self, method: str, metadata: Any) -> Check | None:
         """Return the check that needs a call's context, if there is one.
@@ -374,14 +386,59 @@ def _refusal(method: str, error: BatonError) -> Any:
     return grpc.stream_unary_rpc_method_handler(refuse)  # at once: a request may never come
 
 
+async def read_message(context: Any, timeout_s: float) -> bytes:
+    """Return the one message of a call whose handler gets a stream of bytes.
+
+    The stream's iterator would keep the message, and a cycle with the call, until garbage is collected twice.
+
+    Raises:
+        DeadlineError: It did not come in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            data = await context.read()
+    except TimeoutError as error:
+        raise DeadlineError(f"the request did not come within {timeout_s:g} s") from error
+    if data is grpc.aio.EOF:  # type: ignore[attr-defined]
+        raise DeadlineError("the call ended without a request")
+    message: bytes = data
+    return message
+
+
+def _from_head(handler: Any) -> Any:
+    """Return a handler of a unary call whose request is in its metadata; its message is not read."""
+
+    async def call(_: object, context: Any) -> Any:
+        data = next((value for key, value in context.invocation_metadata() if key == REQUEST_KEY), b"")
+        return await handler.unary_unary(_parse(data, handler.request_deserializer), context)
+
+    return grpc.stream_unary_rpc_method_handler(call, None, handler.response_serializer)
+
+
+def _parse(data: bytes, parse: Callable[[bytes], Any]) -> Any:
+    """Parse a request of a caller that may be anybody."""
+    if len(data) > _MAX_REQUEST_BYTES:
+        raise InvalidRequestError(f"the request has {len(data)} bytes; {_MAX_REQUEST_BYTES} are the most")
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise InvalidRequestError("the request cannot be read") from error
+
+
 def _guard_unary(
     behavior: Callable[[Any, Any], Awaitable[Any]], checks: Sequence[Check]
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
-        async with _errors_as_statuses(context):
-            for check in checks:
-                check(context)
-            return await behavior(request, context)
+        try:
+            async with _errors_as_statuses(context):
+                for check in checks:
+                    check(context)
+                return await behavior(request, context)
+        except grpc.aio.AbortError as aborted:
+            # The call's state keeps it, and so the frames of its traceback, which must not have the call in turn.
+            del request, context
+            aborted.__context__ = None
+            raise aborted.with_traceback(None) from None
 
     return call
 
@@ -398,6 +455,10 @@ def _guard_stream(
                 responses = behavior(request, context)
                 async for response in responses:
                     yield response
+        except grpc.aio.AbortError as aborted:
+            del request, context  # as above
+            aborted.__context__ = None
+            raise aborted.with_traceback(None) from None
         finally:
             # The handler's own clean-up must run now, not when the garbage collector finds it.
             close = getattr(responses, "aclose", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import atexit
+import gc
 import logging
 import os
 import resource
@@ -24,6 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.allocator import MemoryTrimmer
 from baton.background import FAILURES, BackgroundThread, report_uncaught
 from baton.child_process import end_with_parent
 from baton.config import add_flags, from_flags
@@ -236,8 +238,15 @@ class StopRequest:
         self._event.set()
 
     async def wait(self) -> None:
-        """Wait for a signal or :meth:`fail`."""
-        await self._event.wait()
+        """Wait for a signal or :meth:`fail`; until then the process's memory is tidied, see :class:`MemoryTrimmer`."""
+        gc.collect()
+        gc.freeze()  # the service is up, and what is here now stays: no collection needs to look at it again
+        trimmer = MemoryTrimmer()
+        trimmer.start()
+        try:
+            await self._event.wait()
+        finally:
+            await trimmer.close()
 
 
 class ServiceMetrics(CollectorRegistry):

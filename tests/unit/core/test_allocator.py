@@ -62,3 +62,18 @@ async def test_it_ends() -> None:
     trimmer.start()
     await trimmer.close()
     assert not any(task.get_name() == "memory trimmer" for task in asyncio.all_tasks())
+
+
+async def test_garbage_is_collected_when_memory_has_grown() -> None:
+    heap = Heap()
+    collected: list[int] = []
+
+    def collect() -> None:
+        collected.append(heap.resident)
+        heap.live = heap.resident = 110 * MIB
+
+    trimmer = MemoryTrimmer(heap.trim, lambda: heap.resident, collect)
+    for resident in (150, 163, 165, 130, 140, 180):
+        heap.resident = resident * MIB
+        await trimmer.look(1.0)
+    assert collected == [165 * MIB, 180 * MIB], "64 MiB more than before"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
+import weakref
+
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.support.scripted import INFO, ScriptedDispatcher
@@ -11,7 +16,7 @@ from baton.errors import InvalidRequestError
 from baton.tokenizer import TextModelCache
 from baton.types import SamplingParams
 from baton_router.dispatch.request import DispatchMetrics
-from baton_router.frontend.http.bodies import decode_json
+from baton_router.frontend.http.bodies import BodyDecoder, decode_json
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 from baton_router.processor.text_request import ChatPrompt, TextRequest
@@ -65,3 +70,25 @@ def test_a_body_that_could_not_be_written_again_is_refused(depth: int, fits: boo
         return
     with pytest.raises(InvalidRequestError, match="nested deeper than 200"):
         decode_json(body)
+
+
+class _Body(bytearray):
+    """A body that weak references may refer to."""
+
+
+async def test_bodies_that_are_refused_in_a_thread_are_freed_at_once() -> None:
+    decoder = BodyDecoder()
+    alive = []
+    gc.disable()
+    try:
+        for _ in range(5):
+            body = _Body(b"x" * 300_000)
+            alive.append(weakref.ref(body))
+            with contextlib.suppress(InvalidRequestError):
+                await decoder.decode("tenant", body)
+            del body
+        async with asyncio.timeout(60):
+            while any(ref() for ref in alive):  # the thread lets go of the last one after its result
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()

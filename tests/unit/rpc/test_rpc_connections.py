@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.api.v1 import auth_pb2, router_pb2, router_pb2_grpc
+from baton.errors import InvalidRequestError
 from baton.rpc import channel as channel_module
 from baton.rpc import connections, server
 from baton.rpc.channel import open_channel
@@ -148,21 +151,107 @@ async def test_calls_without_their_requests_end(monkeypatch: pytest.MonkeyPatch)
         assert await here.serves()
 
 
-async def test_calls_without_their_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_MAX_AWAITED_PER_PEER", 2)
+async def test_few_requests_of_health_checks_are_read_at_once() -> None:
     async with running() as here, grpc.aio.insecure_channel(here.address) as channel:
         check = channel.stream_unary(
             "/grpc.health.v1.Health/Check",
             health_pb2.HealthCheckRequest.SerializeToString,
             health_pb2.HealthCheckResponse.FromString,
         )
-        silent = [check() for _ in range(4)]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with asyncio.timeout(240):
-                await asyncio.gather(*silent)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        for call in silent:
-            call.cancel()
+        silent = [check() for _ in range(8)]
+        async with asyncio.timeout(240):
+            results = await asyncio.gather(*silent, return_exceptions=True)
+    errors = [each for each in results if isinstance(each, grpc.aio.AioRpcError)]
+    assert len(errors) <= server._MAX_READING_PER_PEER
+    assert {each.code() for each in errors} <= {grpc.StatusCode.DEADLINE_EXCEEDED}
+    answers = [each for each in results if not isinstance(each, grpc.aio.AioRpcError)]
+    assert answers, "the others are answered without their requests"
+    assert {each.status for each in answers} == {health_pb2.HealthCheckResponse.SERVING}
+
+
+async def test_long_messages_of_strangers_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    parse = server._parse
+
+    def record(data: bytes, parser: Any) -> Any:
+        lengths.append(len(data))
+        return parse(data, parser)
+
+    monkeypatch.setattr(server, "_parse", record)
+    long = bytes(20 << 20)
+    codes = []
+    async with running() as here:
+        for path in ("baton.api.v1.AuthService/Challenge", "baton.api.v1.AuthService/Prove"):
+            codes.append(await _status(here.address, f"/{path}", long))
+        assert lengths == [0, 0], "requests of proofs come from the heads"
+        for path in ("grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"):
+            codes.append(await _status(here.address, f"/{path}", long))
+        assert lengths == [0, 0, len(long), len(long)]
+        assert await here.serves()
+    refused = grpc.StatusCode.INVALID_ARGUMENT
+    assert codes == [grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, refused, refused]
+
+
+async def _status(address: str, path: str, message: bytes) -> grpc.StatusCode:
+    """Return the status of a call with one message, from a channel of its own."""
+    async with grpc.aio.insecure_channel(address, [("grpc.max_send_message_length", -1)]) as channel:
+        call = channel.unary_stream(path)(message, timeout=240)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
+        status: grpc.StatusCode = await call.code()
+        return status
+
+
+class _Message:
+    """A message that weak references may refer to."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+def _num_aborted() -> int:
+    return sum(isinstance(each, grpc.aio.AbortError) for each in gc.get_objects())
+
+
+async def test_requests_of_refused_calls_are_freed_at_once() -> None:
+    alive: list[weakref.ref[_Message]] = []
+
+    def parse(data: bytes) -> _Message:
+        made = _Message(data)
+        alive.append(weakref.ref(made))
+        return made
+
+    async def refuse(request: _Message, context: Any) -> bytes:
+        raise InvalidRequestError("no", field="data")
+
+    async def refuse_later(request: _Message, context: Any) -> AsyncIterator[bytes]:
+        yield b""
+        raise InvalidRequestError("no", field="data")
+
+    handlers = {
+        "Unary": grpc.unary_unary_rpc_method_handler(refuse, request_deserializer=parse),
+        "Stream": grpc.unary_stream_rpc_method_handler(refuse_later, request_deserializer=parse),
+    }
+    made = GrpcServer(host="127.0.0.1", port=0, services=[])
+    made.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.Test", handlers),))
+    port = await made.start()
+    gc.disable()
+    try:
+        for name in handlers:
+            for _ in range(5):
+                code = await _status(f"127.0.0.1:{port}", f"/baton.Test/{name}", b"data")
+                assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(alive) == 10
+        assert not any(ref() for ref in alive)
+        before = _num_aborted()
+        for name in ("Check", "Watch"):  # bytes have no weak references, but what would hold them does
+            code = await _status(f"127.0.0.1:{port}", f"/grpc.health.v1.Health/{name}", b"data" * 1000)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert _num_aborted() == before
+    finally:
+        gc.enable()
+        await made.stop(0)
 
 
 async def test_a_server_without_descriptors_makes_room_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from baton.rpc import proof, service_token
 from baton.rpc.auth import HEADER
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.proof import REQUEST_KEY
 from baton.rpc.redis import read_registration, sign_registration
 from baton.rpc.server import GrpcServer, free_port
 from baton.rpc.service_token import Token, read_token
@@ -154,13 +155,16 @@ async def test_a_service_in_the_middle_cannot_pass_a_proof_on_under_tls(tmp_path
         auth: Any = auth_pb2_grpc.AuthServiceStub(onward)
         refused: list[grpc.StatusCode] = []
 
+        def asked_in(context: Any) -> list[tuple[str, Any]]:
+            return [each for each in context.invocation_metadata() if each[0] == REQUEST_KEY]
+
         class Middle(auth_pb2_grpc.AuthServiceServicer):
             async def Challenge(self, request: Any, context: Any) -> auth_pb2.ChallengeResponse:
-                return await auth.Challenge(request)
+                return await auth.Challenge(request, metadata=asked_in(context))
 
             async def Prove(self, request: Any, context: Any) -> auth_pb2.ProveResponse:
                 try:
-                    return await auth.Prove(request)
+                    return await auth.Prove(request, metadata=asked_in(context))
                 except grpc.aio.AioRpcError as error:
                     refused.append(error.code())
                     raise

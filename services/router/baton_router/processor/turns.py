@@ -125,4 +125,7 @@ class TurnThreads:
             raise
         # A thread cannot be stopped: it keeps its turn until its end, even if the request was cancelled.
         future.add_done_callback(on_done)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # it refers to an error of the work, whose traceback refers to this frame and the work's data

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class AuthServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """A service reads no message of a caller that has proved nothing. So the requests are in the calls' metadata, serialized
+    (baton-request-bin), and the messages are empty.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -47,7 +49,9 @@ class AuthServiceStub(object):
 
 
 class AuthServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """A service reads no message of a caller that has proved nothing. So the requests are in the calls' metadata, serialized
+    (baton-request-bin), and the messages are empty.
+    """
 
     def Challenge(self, request, context):
         """Begins a proof. Needs no token and keeps nothing.
@@ -86,7 +90,9 @@ def add_AuthServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AuthService(object):
-    """Missing associated documentation comment in .proto file."""
+    """A service reads no message of a caller that has proved nothing. So the requests are in the calls' metadata, serialized
+    (baton-request-bin), and the messages are empty.
+    """
 
     @staticmethod
     def Challenge(request,

@@ -27,6 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AuthServiceStub:
+    """A service reads no message of a caller that has proved nothing. So the requests are in the calls' metadata, serialized
+    (baton-request-bin), and the messages are empty.
+    """
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -40,6 +44,10 @@ class AuthServiceStub:
 
 @_typing.type_check_only
 class AuthServiceAsyncStub(AuthServiceStub):
+    """A service reads no message of a caller that has proved nothing. So the requests are in the calls' metadata, serialized
+    (baton-request-bin), and the messages are empty.
+    """
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Challenge: _aio.UnaryUnaryMultiCallable[_auth_pb2.ChallengeRequest, _auth_pb2.ChallengeResponse]  # type: ignore[assignment]
     """Begins a proof. Needs no token and keeps nothing."""
@@ -49,6 +57,10 @@ class AuthServiceAsyncStub(AuthServiceStub):
     """
 
 class AuthServiceServicer(metaclass=_abc_1.ABCMeta):
+    """A service reads no message of a caller that has proved nothing. So the requests are in the calls' metadata, serialized
+    (baton-request-bin), and the messages are empty.
+    """
+
     @_abc_1.abstractmethod
     def Challenge(
         self,

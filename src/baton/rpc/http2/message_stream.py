@@ -32,7 +32,15 @@ from baton.rpc.http2.connection import (
     Http2Stream,
 )
 from baton.rpc.http2.hpack import Headers
-from baton.rpc.proof import HANDSHAKE_S, SERVICE, CallerProof, certificate_digest, proof_timeout, prove_token
+from baton.rpc.proof import (
+    HANDSHAKE_S,
+    REQUEST_KEY,
+    SERVICE,
+    CallerProof,
+    certificate_digest,
+    proof_timeout,
+    prove_token,
+)
 from baton.rpc.server import MAX_MESSAGE_BYTES
 from baton.rpc.service_token import Token
 from baton.rpc.tls import ALPN, Tls
@@ -311,8 +319,10 @@ class Dialer:
 
         async def call(method: str, request: Message, response: type[M]) -> M:
             sink = _Answer()
-            stream = MessageStream(connection, self._headers(f"/{SERVICE}/{method}"), sink)
-            stream.send(request.SerializeToString(), last=True)
+            headers = self._headers(f"/{SERVICE}/{method}")
+            headers.append((REQUEST_KEY.encode(), base64.b64encode(request.SerializeToString())))
+            stream = MessageStream(connection, headers, sink)
+            stream.send(b"", last=True)
             try:
                 return response.FromString(await sink.message)
             except DecodeError as error:

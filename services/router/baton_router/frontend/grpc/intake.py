@@ -19,8 +19,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.errors import DeadlineError, InvalidRequestError, QueueFullError
+from baton.errors import InvalidRequestError, QueueFullError
 from baton.rpc.audit import peer_of
+from baton.rpc.server import read_message
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.turns import TurnThreads
@@ -77,11 +78,11 @@ class Intake:
     def _reads(self, name: str, handler: Any) -> Any:
         """Return a handler that gets its message from here instead of from gRPC."""
 
-        async def whole(requests: AsyncIterator[bytes], context: Any) -> Any:
-            return await handler.unary_unary(await self._read(name, requests, context), context)
+        async def whole(_: object, context: Any) -> Any:
+            return await handler.unary_unary(await self._read(name, context), context)
 
-        async def stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-            async with aclosing(handler.unary_stream(await self._read(name, requests, context), context)) as responses:
+        async def stream(_: object, context: Any) -> AsyncIterator[Any]:
+            async with aclosing(handler.unary_stream(await self._read(name, context), context)) as responses:
                 call = asyncio.current_task()
                 assert call is not None  # gRPC runs every call in a task
                 loop = asyncio.get_running_loop()
@@ -97,7 +98,7 @@ class Intake:
             return grpc.stream_unary_rpc_method_handler(whole, None, handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
 
-    async def _read(self, name: str, requests: AsyncIterator[bytes], context: Any) -> Message:
+    async def _read(self, name: str, context: Any) -> Message:
         account = self._servicer.account(context)
         if name in _PROMPTS:
             self._processor.check_limits(account)
@@ -110,7 +111,7 @@ class Intake:
             raise QueueFullError(message, retry_after_s=1.0)
         self._unread[tenant] += 1
         try:
-            return await self._read_one(name, requests, account, tenant, reading)
+            return await self._read_one(name, context, account, tenant, reading)
         finally:
             self._unread[tenant] -= 1
             if not self._unread[tenant]:
@@ -119,17 +120,13 @@ class Intake:
     async def _read_one(
         self,
         name: str,
-        requests: AsyncIterator[bytes],
+        context: Any,
         account: Account | None,
         tenant: str,
         reading: asyncio.Semaphore,
     ) -> Message:
         async with reading:
-            try:
-                async with asyncio.timeout(_READ_S):
-                    data = await anext(requests)
-            except (TimeoutError, StopAsyncIteration) as error:
-                raise DeadlineError(f"the request did not come within {_READ_S:g} s") from error
+            data = await read_message(context, _READ_S)
             kind = _PROMPTS.get(name)
             if kind is None:
                 _check_length(data, _SMALL_BYTES)
