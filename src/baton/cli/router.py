@@ -7,13 +7,13 @@ import json
 import ssl
 import urllib.parse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from baton.client import AsyncClient, Client
 from baton.config import add_flags, from_flags
+from baton.config.files import read_small_file
 from baton.config.flags import AccessConfig
 from baton.config.secrets import shown_url
 from baton.errors import BatonError, ConfigError, NotFoundError, UnauthenticatedError, UnavailableError
@@ -92,10 +92,7 @@ def read_api_key(path: str) -> str:
     Raises:
         ConfigError: The file cannot be read, or has no usable key.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the API key file {path}: {error.strerror}", field="api_key_file") from error
+    lines = read_small_file(path, "the API key file", "api_key_file", pipes=True).decode(errors="replace").splitlines()
     key = next((line.strip() for line in lines if line.strip() and not line.startswith("#")), "")
     if not (key and key.isascii() and key.isprintable()):
         raise ConfigError(f"the API key file {path} has no usable key", field="api_key_file")

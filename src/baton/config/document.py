@@ -13,10 +13,9 @@ from typing import Any
 
 import yaml
 
-from baton.config.secrets import open_ready, read_ready
+from baton.config.files import read_small_file
 from baton.errors import ConfigError, shown
 
-_MAX_BYTES = 1 << 20
 _MAX_VALUES = 100_000
 """Values of a file, those that its aliases repeat included."""
 _KINDS = {"object": "a mapping", "array": "a list", "string": "text", "integer": "a whole number",
@@ -68,13 +67,7 @@ def read_document(path: Path) -> Node:
         ConfigError: The file cannot be read or parsed, or has a name twice; says path and line.
     """
     try:
-        with open_ready(path) as file:
-            data = read_ready(file, _MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise ConfigError(f"{path} is too large for a configuration", field="config")
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="config") from error
+        text = read_small_file(path, "the configuration", "config", pipes=True).decode("utf-8")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: no UTF-8 text", field="config") from error

@@ -2,91 +2,47 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
-import select
 import stat
 import tempfile
-import time
 from collections.abc import Sequence
-from typing import BinaryIO
 
+from baton.config.files import MAX_BYTES, read_small_file
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _LEAST_CHARACTERS = 16
 _LEAST_DIFFERENT = 6
-MAX_SECRET_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 20
-_PIPE_S = 10.0
-"""Seconds in which the writer of a pipe (``/dev/stdin``, ``<(command)``) has to end."""
 _PASSWORD = re.compile(r"://[^@]*:[^@]*@|[?&]password=")
 
 
-def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, most: int = MAX_SECRET_BYTES) -> bytes:
+def read_secret_file(
+    path: str | os.PathLike[str], what: str, field: str, *, most: int = MAX_BYTES, pipes: bool = True
+) -> bytes:
     """Read a file that only its owner should be able to read.
 
     As ``ssh`` does with keys, a file of this process's user is refused if group or others may read it. A file of
     another user (a secret that root keeps for a group) may be readable by its group; if all may read it, a warning is
     logged. A file that others than its owner may write is refused. File systems that are mounted read-only, such as the
     secrets of Kubernetes (0644 or 0444) and Docker, are exempt: a container has no other users, and the modes mean
-    nothing there. A pipe without a writer counts as empty; it is not waited for.
+    nothing there.
 
     Args:
         path: Path of the file.
         what: Description of the file, for messages.
         field: Name of the configuration field, for errors.
         most: Largest size in bytes.
+        pipes: Whether it may be a pipe; see :func:`~baton.config.files.read_small_file`.
 
     Raises:
         ConfigError: The file cannot be read, is too long, or is open to others; says how to fix it.
     """
-    try:
-        with open_ready(path) as file:
-            _require_private(file.fileno(), path, what, field)
-            data = read_ready(file, most + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {what} {os.fspath(path)}: {error.strerror}", field=field) from error
-    if len(data) > most:
-        raise ConfigError(f"{what} {os.fspath(path)} is longer than {most} bytes", field=field)
-    return data
-
-
-def open_ready(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for :func:`read_ready`; a pipe without a writer counts as empty and is not waited for.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
-    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
-
-
-def read_ready(file: BinaryIO, most: int) -> bytes:
-    """Return the content of a file from :func:`open_ready`, ``most`` bytes at most; a pipe has to end within seconds.
-
-    Raises:
-        OSError: It cannot be read, or does not end.
-    """
-    fd = file.fileno()
-    data = bytearray()
-    ends_at = time.monotonic() + _PIPE_S
-    waiting = select.poll()
-    waiting.register(fd, select.POLLIN)
-    while len(data) < most:
-        try:
-            piece = os.read(fd, min(most - len(data), _PIECE_BYTES))
-        except BlockingIOError:  # a pipe, whose writer has more to say
-            if waiting.poll(1000 * max(0.0, ends_at - time.monotonic())):
-                continue
-            why = f"it is no file, and what writes to it did not end within {_PIPE_S:g} s"
-            raise OSError(errno.ETIMEDOUT, why) from None
-        if not piece:
-            break
-        data += piece
-    return bytes(data)
+    return read_small_file(
+        path, what, field, most=most, pipes=pipes, check=lambda fd: _require_private(fd, path, what, field)
+    )
 
 
 def file_stamp(path: str | os.PathLike[str]) -> tuple[int, ...] | None:

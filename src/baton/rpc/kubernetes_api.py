@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from baton.config.environment import in_cluster_api
+from baton.config.files import read_small_file
 from baton.errors import ConfigError
 
 _TIMEOUT_S = 10.0
@@ -40,8 +41,8 @@ class KubernetesApi:
             raise ConfigError("this is no pod: name the API server", field="kubernetes_api")
         self.namespace = namespace or _read(folder / "namespace")
         try:
-            verify = ssl.create_default_context(cafile=str(ca)) if url.startswith("https:") else False
-        except OSError as error:  # ssl's own errors too
+            verify = ssl.create_default_context(cadata=_read(ca)) if url.startswith("https:") else False
+        except (OSError, ValueError) as error:  # ssl's own errors too
             raise ConfigError(f"cannot read {ca}: {error}", field="kubernetes_account") from error
         self.http = httpx.AsyncClient(base_url=url, verify=verify, timeout=httpx.Timeout(_TIMEOUT_S), trust_env=False)
         self.headers()
@@ -75,7 +76,7 @@ class KubernetesApi:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="kubernetes_account") from error
+    text = read_small_file(path, "the service account's", "kubernetes_account").decode(errors="replace").strip()
+    if not text:
+        raise ConfigError(f"the service account's {path} is empty", field="kubernetes_account")
+    return text

@@ -80,7 +80,7 @@ class Token:
                 return
             self._seen = stamp
             try:
-                tokens = _read(self._path)
+                tokens = _read(self._path, pipes=False)  # on a loop, which must not wait for a writer
             except ConfigError as error:
                 log.error("the token stays as it was: %s", error.message)
                 audit("keys_changed", source=self._path, taken="no")
@@ -105,9 +105,9 @@ def read_token(path: str) -> Token | None:
     return Token(*_read(path), path=path) if path else None
 
 
-def _read(path: str) -> tuple[str, ...]:
+def _read(path: str, *, pipes: bool = True) -> tuple[str, ...]:
     try:
-        lines = read_secret_file(path, "the token file", "token_file").decode().splitlines()
+        lines = read_secret_file(path, "the token file", "token_file", pipes=pipes).decode().splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"the token file {path} is no text", field="token_file") from error
     tokens = _checked([line.strip() for line in lines if line.strip()], path)

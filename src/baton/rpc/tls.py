@@ -11,11 +11,13 @@ all that is configured.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import ssl
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +25,9 @@ from typing import Any
 
 import grpc
 
+from baton.config.files import read_small_file
 from baton.config.flags import AccessConfig
-from baton.config.secrets import file_stamp, open_ready, read_ready, read_secret_file
+from baton.config.secrets import file_stamp, read_secret_file
 from baton.errors import ConfigError, PermissionDeniedError
 from baton.rpc.audit import audit
 
@@ -32,15 +35,29 @@ log = logging.getLogger(__name__)
 
 ALPN = "h2"
 """How both ends of a TLS handshake name HTTP/2."""
-_MAX_FILE_BYTES = 1 << 20
 _ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Material:
+    """Content of the files. What is used is what was read and checked, whatever the files are by then."""
+
     cert: bytes
     key: bytes
     ca: bytes
+
+    def load_into(self, *contexts: ssl.SSLContext, authority: bool = True) -> None:
+        """Have contexts show the certificate and, with ``authority``, believe the authority's.
+
+        Raises:
+            OSError: They cannot be used; :class:`ssl.SSLError` is one.
+        """
+        with contextlib.ExitStack() as files:  # the ssl module reads keys from files only
+            cert, key, ca = (files.enter_context(_file_of(data)) for data in (self.cert, self.key, self.ca))
+            for context in contexts:
+                context.load_cert_chain(cert, key, password=b"")  # OpenSSL would ask the terminal for one
+                if authority:
+                    context.load_verify_locations(ca)
 
 
 class Tls:
@@ -72,7 +89,6 @@ class Tls:
         """Contexts of pipes, by whether they are a server's, and of calls, by their protocol."""
         self._seen = self._stamp()
         self._material = self._read()
-        check_certificates(cert, key, ca)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return the credentials of a gRPC server that requires a certificate of every client."""
@@ -93,27 +109,19 @@ class Tls:
         return [("grpc.ssl_target_name_override", self.name)] if self.name else []
 
     def pipe_context(self, *, server_side: bool) -> ssl.SSLContext:
-        """Return the context of a connection that carries KV: both ends show certificates.
-
-        Raises:
-            ConfigError: A file that could be read before cannot be any more.
-        """
+        """Return the context of a connection that carries KV: both ends show certificates."""
         self.refresh()
         with self._lock:
             if server_side not in self._contexts:
-                self._contexts[server_side] = _pipe_context(*self._paths, server_side)
+                self._contexts[server_side] = _pipe_context(self._material, server_side)
             return self._contexts[server_side]
 
     def http2_context(self) -> tuple[bytes, ssl.SSLContext]:
-        """Return the certificate that a connection to a gRPC server shows, PEM, and the connection's context.
-
-        Raises:
-            ConfigError: A file that could be read before cannot be any more.
-        """
+        """Return the certificate that a connection to a gRPC server shows, PEM, and the connection's context."""
         self.refresh()
         with self._lock:
             if ALPN not in self._contexts:
-                context = self._contexts[ALPN] = _pipe_context(*self._paths, False)
+                context = self._contexts[ALPN] = _pipe_context(self._material, False)
                 context.set_alpn_protocols([ALPN])
             return self._material.cert, self._contexts[ALPN]
 
@@ -125,8 +133,7 @@ class Tls:
 
     def renew(self, context: ssl.SSLContext) -> None:
         """Have a context show the current certificate to new connections."""
-        cert, key, _ = self._paths
-        context.load_cert_chain(cert, key)
+        self._material.load_into(context, authority=False)
 
     def refresh(self) -> bool:
         """Read the files again if they changed; broken ones are reported and change nothing."""
@@ -137,7 +144,6 @@ class Tls:
             self._seen = stamp
             try:
                 fresh = self._read()
-                check_certificates(*map(str, self._paths))
             except ConfigError as error:
                 log.error("certificates stay as they were: %s", error.message)
                 return False
@@ -161,11 +167,13 @@ class Tls:
 
     def _read(self) -> _Material:
         cert, key, ca = self._paths
-        return _Material(
-            _read(cert, "tls_cert"),
-            read_secret_file(key, "the key", "tls_key", most=_MAX_FILE_BYTES),
-            _read(ca, "tls_ca"),
+        material = _Material(
+            read_small_file(cert, "the certificate", "tls_cert"),
+            read_secret_file(key, "the key", "tls_key", pipes=False),
+            read_small_file(ca, "the authority", "tls_ca"),
         )
+        _check(material, f"certificate {cert}, key {key} and authority {ca}")
+        return material
 
 
 def read_tls(config: AccessConfig) -> Tls | None:
@@ -187,19 +195,23 @@ def read_tls(config: AccessConfig) -> Tls | None:
     return Tls(config.tls_cert, config.tls_key, config.tls_ca, name=config.tls_name, roles=config.tls_roles)
 
 
-def _pipe_context(cert: Path, key: Path, ca: Path, server_side: bool) -> ssl.SSLContext:
+@contextlib.contextmanager
+def _file_of(data: bytes) -> Iterator[str]:
+    """Return the path of a file in memory, which only this process has."""
+    with open(os.memfd_create("baton tls"), "wb", buffering=0) as file:
+        file.write(data)
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
+def _pipe_context(material: _Material, server_side: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_cert_chain(cert, key)
-        context.load_verify_locations(ca)
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"certificate {cert}, key {key} and authority {ca}: {error}", field="tls_cert") from error
+    material.load_into(context)
     return context
 
 
-def check_certificates(cert: str, key: str, ca: str) -> None:
+def _check(material: _Material, shown: str) -> None:
     """Do a handshake of the certificate with itself, so that what peers would refuse is known now.
 
     Raises:
@@ -210,15 +222,13 @@ def check_certificates(cert: str, key: str, ca: str) -> None:
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = False
         server.verify_mode = ssl.CERT_REQUIRED
-        for context in (server, client):
-            context.load_cert_chain(cert, key)
-            context.load_verify_locations(ca)
+        material.load_into(server, client)
         _shake_hands(server, client)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"the certificate {cert} does not hold: {error.verify_message}", field="tls_cert") from error
+        raise ConfigError(f"{shown}: it does not hold: {error.verify_message}", field="tls_cert") from error
     except (ssl.SSLError, OSError) as error:
         reason = getattr(error, "reason", None) or str(error)
-        raise ConfigError(f"certificate {cert}, key {key} and authority {ca}: {reason}", field="tls_cert") from error
+        raise ConfigError(f"{shown}: {reason}", field="tls_cert") from error
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
@@ -235,17 +245,6 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
         if not ends:
             return
     raise ConfigError("a certificate could not greet itself", field="tls_cert")
-
-
-def _read(path: Path, field: str) -> bytes:
-    try:
-        with open_ready(path) as file:
-            data = read_ready(file, _MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field=field) from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is longer than {_MAX_FILE_BYTES} bytes", field=field)
-    return data
 
 
 def _methods(service: str, *names: str) -> frozenset[str]:

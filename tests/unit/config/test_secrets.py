@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import baton.config.secrets
+import baton.config.files
 from baton.cli import up
 from baton.cli.plan import plan_from
 from baton.config import add_flags, from_flags
+from baton.config.files import read_small_file
 from baton.config.flags import option
 from baton.config.router import check_address
 from baton.config.secrets import flags_with_passwords, read_secret_file, shown_url
@@ -101,7 +102,7 @@ def test_an_empty_file_is_no_value_that_was_not_given(tmp_path: Path) -> None:
 def test_a_pipe_that_does_not_end_is_refused_and_one_that_does_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baton.config.secrets, "_PIPE_S", 0.05)
+    monkeypatch.setattr(baton.config.files, "_PIPE_S", 0.05)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     silent = os.open(pipe, os.O_RDWR)
@@ -117,6 +118,21 @@ def test_a_pipe_that_does_not_end_is_refused_and_one_that_does_is_read(
         assert read_secret_file(f"/dev/fd/{reads}", "the token", "token_file") == b"secret" * 1000
     finally:
         os.close(reads)
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    silent = os.open(pipe, os.O_RDWR)
+    try:
+        for path, why in ((pipe, "no regular file"), (Path("/dev/zero"), "no regular file"), (tmp_path, "Is a dir")):
+            with pytest.raises(ConfigError, match=f"cannot read the file {path}: .*{why}") as caught:
+                read_small_file(path, "the file", "tls_cert")
+            assert caught.value.field == "tls_cert"
+    finally:
+        os.close(silent)
+    with pytest.raises(ConfigError, match="the file /dev/zero is longer than 100 bytes"):
+        read_small_file("/dev/zero", "the file", "config", most=100, pipes=True)
 
 
 def test_flags_with_passwords_are_found() -> None:

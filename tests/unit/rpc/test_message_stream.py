@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -220,7 +221,8 @@ async def test_certificates_of_another_authority_and_another_name_are_refused_on
         for shown in (None, tls(theirs)):
             assert (await refused(Dialer(address, tls=shown))).code is grpc.StatusCode.UNAVAILABLE
         rogue = tls(ours)
-        rogue._paths = (Path(theirs.cert), Path(theirs.key), Path(ours.ca))  # believes the server, shows its own
+        own = tls(theirs)._material
+        rogue._material = dataclasses.replace(rogue._material, cert=own.cert, key=own.key)  # believes the server
         end = await refused(Dialer(address, tls=rogue))
         assert end.code is grpc.StatusCode.UNAVAILABLE
         assert servicer.got == []

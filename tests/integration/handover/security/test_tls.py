@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,37 @@ def test_what_others_would_refuse_ends_the_start(
         with pytest.raises(ConfigError, match=r"TLS needs|needs --tls-cert"):
             read_tls(WorkerConfig(**{name: "file"}))
     assert read_tls(WorkerConfig()) is None
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(ours: Certificate, tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("cert", "key", "ca")]
+    for source, target in zip((ours.cert, ours.key, ours.ca), files, strict=True):
+        shutil.copy(source, target)
+    shown = Tls(*files)
+    context = shown.http_context()
+    for path, field in zip(files, ("tls_cert", "tls_key", "tls_ca"), strict=True):
+        kept = Path(path).rename(f"{path}.kept")
+        os.mkfifo(path, 0o600)
+        silent = os.open(path, os.O_RDWR)
+        try:
+            assert not shown.refresh()
+            shown.renew(context)
+            shown.pipe_context(server_side=True)
+            with pytest.raises(ConfigError, match="no regular file") as caught:
+                Tls(*files)
+            assert caught.value.field == field
+        finally:
+            os.close(silent)
+            kept.replace(path)
+    assert shown.refresh(), "it is taken over again"
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(ours: Certificate, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    command = ("openssl", "pkey", "-in", ours.key, "-aes256", "-passout", "pass:secret", "-out", str(key))
+    subprocess.run(command, check=True, timeout=240)
+    with pytest.raises(ConfigError, match="key"):
+        Tls(ours.cert, str(key), ours.ca)
 
 
 def test_nobody_listens_off_loopback_where_anybody_could_call(ours: Certificate) -> None:
