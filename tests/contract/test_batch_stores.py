@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import stat
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
-from baton.errors import ConfigError, QueueFullError, UnavailableError
+from baton.errors import ConfigError, InvalidRequestError, QueueFullError, UnavailableError
 from baton_router.frontend.batches.endpoints import BatchEndpoints, BatchLimits
 from baton_router.frontend.batches.redis_store import RedisBatchStore
 from baton_router.frontend.batches.schemas import CreateBatchBody
@@ -20,17 +23,21 @@ from baton_router.frontend.batches.sqlite_store import SqliteBatchStore
 from baton_router.frontend.batches.store import (
     BATCH_PREFIX,
     FILE_PREFIX,
+    LINE_PARTS,
     PART_BYTES,
     BatchRecord,
     BatchStore,
     FileRecord,
     LineResult,
-    measure_tenant,
+    RecordReader,
+    Usage,
+    encode_record,
     read_content,
 )
 
 missing = missing_redis()
 Opener = Callable[[], BatchStore]
+WRONG_VALUES = st.none() | st.booleans() | st.integers(-9, 2**70) | st.text() | st.lists(st.integers(), max_size=2)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.skipif(bool(missing), reason=str(missing)))])
@@ -122,7 +129,7 @@ async def test_content_is_the_parts_in_order(store: BatchStore) -> None:
     for number in range(1, 41):
         await store.write_part("file-p", number, b"%d\0\xff," % number)
     assert await content(store, "file-p") == b"".join(b"%d\0\xff," % number for number in range(1, 41))
-    assert await store.measure("file-p") == (40, 9 * 4 + 31 * 5)
+    assert (await store.measure("file-p")).size == 9 * 4 + 31 * 5
     assert await content(store, "file-q") == b""
     assert await store.measure("file-q") == (0, 0)
 
@@ -135,7 +142,7 @@ async def test_the_first_result_of_a_line_counts(store: BatchStore, reopen: Open
     await reopen().add_results(x, [*again, LineResult(3, False, b"three\n"), LineResult(100, False, b"last\n")])
     assert await content(store, x.output_id) == b"three\nseven\nlast\n"
     assert await content(store, x.error_id) == b"two\n"
-    assert await store.part_numbers(x.output_id) == [3, 7, 100]
+    assert await store.part_numbers(x.output_id) == [line * LINE_PARTS for line in (3, 7, 100)]
     assert await store.measure(x.output_id) == (3, 17)
     assert await store.measure(x.error_id) == (1, 4)
 
@@ -195,13 +202,176 @@ async def test_a_redis_that_is_away_is_an_error_to_try_again_after() -> None:
 
 
 async def test_content_is_read_in_bounded_pieces(store: BatchStore) -> None:
-    parts = [b"a" * 10, b"b" * (3 * PART_BYTES + 5), b"c" * PART_BYTES, b"d", b"", b"e" * (PART_BYTES - 1), b"f" * 7]
+    parts = [b"a" * 10, b"b" * PART_BYTES, b"c" * PART_BYTES, b"d", b"", b"e" * (PART_BYTES - 1), b"f" * 7]
     for number, data in enumerate(parts):
         await store.write_part("file-p", number, data)
     pieces = [data async for data in read_content(store, "file-p")]
     assert b"".join(pieces) == b"".join(parts)
     assert max(map(len, pieces)) <= PART_BYTES
-    assert await store.read_parts("file-p", [0, 1, 2], 4, 8) == [b"a" * 6, b"bb"]
+    assert await store.read_parts("file-p", [3, 4, 5, 6]) == parts[3:6]
+
+
+async def test_a_large_line_is_kept_in_parts(store: BatchStore) -> None:
+    x = batch("x")
+    await store.write_record(x)
+    large = [random.Random(seed).randbytes(size) for seed, size in enumerate((10_000_000, 2 * PART_BYTES))]
+    results = [LineResult(9, False, large[1]), LineResult(4, False, large[0]), LineResult(5, True, b"5")]
+    await store.add_results(x, [*results, LineResult(8, False, b"8")])
+    again = [LineResult(4, True, large[1]), LineResult(4, False, large[1]), LineResult(5, False, large[1])]
+    await store.add_results(x, again)
+    numbers = await store.part_numbers(x.output_id)
+    assert {number // LINE_PARTS for number in numbers} == {4, 8, 9}
+    for number in numbers:  # nothing larger has to be read for a piece
+        (part,) = await store.read_parts(x.output_id, [number])
+        assert len(part) <= PART_BYTES
+    pieces = [data async for data in read_content(store, x.output_id)]
+    assert b"".join(pieces) == large[0] + b"8" + large[1]
+    assert max(map(len, pieces)) <= PART_BYTES
+    assert await store.measure(x.output_id) == (3, len(large[0]) + 1 + len(large[1]))
+    assert await store.measure(x.error_id) == (1, 1)
+
+
+def form(content: bytes, *fields: tuple[str, str]) -> Request:
+    """An upload of a file."""
+    parts = [f'--B\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in fields]
+    head = '--B\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+    body = "".join([*parts, head]).encode() + content + b"\r\n--B--\r\n"
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=B")]
+    return Request({"type": "http", "method": "POST", "headers": headers, "query_string": b""}, receive)
+
+
+async def outcomes(calls: Iterable[Awaitable[object]]) -> int:
+    """Return how many calls at once pass; the others must find no room."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [x for x in answers if isinstance(x, QueueFullError)]
+    assert [x for x in answers if isinstance(x, BaseException) and x not in refused] == []
+    return len(answers) - len(refused)
+
+
+@pytest.mark.parametrize("limits", [BatchLimits(files=3), BatchLimits(tenant_bytes=39)], ids=["files", "bytes"])
+async def test_uploads_at_once_do_not_pass_the_bounds(reopen: Opener, limits: BatchLimits) -> None:
+    routers = [BatchEndpoints(reopen(), limits) for _ in range(2)]
+    uploads = [routers[at % 2].serve_files(form(b"0123456789", ("purpose", "batch"))) for at in range(50)]
+    assert await outcomes(uploads) == 3
+    assert await reopen().usage("") == (3, 30, 0)
+
+
+async def test_batches_created_at_once_do_not_pass_the_bound(reopen: Opener) -> None:
+    await reopen().write_record(file("i", ""))
+    routers = [BatchEndpoints(reopen(), BatchLimits(batches=3)) for _ in range(2)]
+    body = CreateBatchBody(input_file_id="file-i", endpoint="/v1/completions", completion_window="24h")
+    assert await outcomes(routers[at % 2].create(body, None) for at in range(50)) == 3
+    assert (await reopen().usage("")).batches == 3
+
+
+async def test_results_count_where_files_do(store: BatchStore) -> None:
+    x = batch("x")
+    await store.write_record(x)
+    await store.write_record(file("other", "b", size=100))
+    await store.add_results(x, [LineResult(1, False, b"12345"), LineResult(2, True, b"67")])
+    assert await store.usage("a") == (0, 7, 1)
+    await store.write_record(file("x-o", size=5))
+    await store.write_record(msgspec.structs.replace(x, status="completed"), expected="validating")
+    assert await store.usage("a") == (1, 5, 0)
+    with pytest.raises(QueueFullError, match="1 files already"):
+        await store.write_record(file("y"), bounds=Usage(1, 100, 0))
+    with pytest.raises(QueueFullError, match="8 bytes with this, of at most 7"):
+        await store.write_record(file("y"), bounds=Usage(2, 7, 0))
+    assert await store.write_record(file("y"), bounds=Usage(2, 8, 0))
+    with pytest.raises(QueueFullError, match="0 batches have not ended"):
+        await store.write_record(batch("y"), bounds=Usage(3, 8, 0))
+
+
+@pytest.mark.parametrize("name", ["purpose", "expires_after[anchor]", "anything"])
+async def test_a_field_of_a_form_is_given_once(store: BatchStore, name: str) -> None:
+    request = form(b"{}", ("purpose", "batch"), *[(name, "batch")] * 2)
+    with pytest.raises(InvalidRequestError, match="more than once") as raised:
+        await BatchEndpoints(store, BatchLimits()).serve_files(request)
+    assert raised.value.field == name
+    assert (await store.usage("")).files == 0
+
+
+WRONG = {
+    "number": b"5",
+    "list": b"[]",
+    "cut": b'{"id": "batch_',
+    "other-id": encode_record(batch("other")),
+    **{
+        name: msgspec.json.encode({**msgspec.to_builtins(batch(name)), **changes})
+        for name, changes in {
+            "tenant": {"tenant": 5},
+            "status": {"status": "strange"},
+            "metadata": {"metadata": [1]},
+            "times": {"times": {"strange": 5}},
+            "errors": {"errors": [{"code": 5}]},
+            "created": {"created_at": "now"},
+        }.items()
+    },
+}
+
+
+async def overwrite(store: BatchStore, ident: str, body: bytes) -> None:
+    """Damage a stored record."""
+    if isinstance(store, RedisBatchStore):
+        await store._redis.hset(store._key("record", ident), "body", body)
+    else:
+        assert isinstance(store, SqliteBatchStore)
+        assert await store._change("UPDATE records SET body = ? WHERE id = ?", (body, ident))
+
+
+async def test_a_record_that_cannot_be_read_is_left_out(store: BatchStore, caplog: pytest.LogCaptureFixture) -> None:
+    for name, body in WRONG.items():
+        await store.write_record(batch(name))
+        await overwrite(store, f"batch_{name}", body)
+    await store.write_record(file("wrong"))
+    await overwrite(store, "file-wrong", b'{"id": "file-wrong", "size": "x"}')
+    await store.write_record(batch("right"))
+    await store.write_record(file("right"))
+    for _ in range(2):
+        assert [x.id for x in await store.open_batches()] == ["batch_right"]
+        assert [x.id for x in await store.list_records(BATCH_PREFIX, "a")] == ["batch_right"]
+        assert [x.id for x in await store.list_records(FILE_PREFIX, "a")] == ["file-right"]
+        assert [await store.get(f"batch_{name}") for name in WRONG] == [None] * len(WRONG)
+    for name in WRONG:
+        assert sum(f"batch_{name} cannot be read" in x for x in caplog.messages) == 1
+    assert [x.id for x in await store.due_records(1000)] == ["file-right", "batch_right"]
+    assert list(await store.batch_states("a")) == ["batch_right"]  # what cannot be read goes when it is due
+
+
+@given(st.dictionaries(st.sampled_from([x.name for x in msgspec.structs.fields(BatchRecord)]), WRONG_VALUES))
+def test_whatever_a_record_has_it_is_read_or_left_out(changes: dict[str, object]) -> None:
+    stored = {**msgspec.to_builtins(batch("x")), **changes}
+    record = RecordReader().read("batch_x", msgspec.json.encode(stored))
+    if record is not None:
+        assert RecordReader().read("batch_x", encode_record(record)) == record
+
+
+async def test_what_a_batch_keeps_goes_with_it(store: BatchStore) -> None:
+    """A batch that never ended goes with its results; the files of one that ended are kept until they are due."""
+    x = batch("x")
+    await store.write_record(x)
+    await store.add_results(x, [LineResult(1, False, b"12345"), LineResult(2, True, b"67")])
+    await store.delete(x)
+    assert await store.usage("a") == (0, 0, 0)
+    await store.add_results(x, [LineResult(3, False, b"a router that learns of it late")])
+    for ident in (x.output_id, x.error_id):
+        assert await store.part_numbers(ident) == []
+        assert await store.measure(ident) == (0, 0)
+    y = batch("y")
+    await store.write_record(y)
+    await store.add_results(y, [LineResult(1, False, b"12345")])
+    await store.write_record(file("y-o", size=5))
+    ended = msgspec.structs.replace(y, status="completed")
+    await store.write_record(ended, expected="validating")
+    await store.delete(ended)
+    assert await content(store, y.output_id) == b"12345"
+    assert [x.id for x in await store.due_records(100)] == [y.output_id]
+    await store.delete(file("y-o"))
+    assert await content(store, y.output_id) == b""
 
 
 async def test_old_batches_that_ended_make_room_and_a_list_reads_its_page_alone(
@@ -241,7 +411,7 @@ async def test_a_tenant_without_room_starts_no_batch(store: BatchStore) -> None:
     assert await store.batch_states("") == {}
     await store.write_record(batch("x", tenant=""))
     await store.add_results(batch("x"), [LineResult(1, False, b"12345"), LineResult(2, True, b"67")])
-    assert await measure_tenant(store, "") == 57
+    assert (await store.usage("")).size == 57
 
 
 async def test_it_may_be_closed_again(store: BatchStore) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -283,6 +284,30 @@ async def test_only_so_many_files_are_read_at_once(tmp_path: Path) -> None:
             writer.write(request)
             readers.append(await reader.readline())
         assert [x.split()[1] for x in readers] == [b"200"] * 32 + [b"429"]
+
+
+async def test_a_record_that_cannot_be_read_stops_no_other_batch(tmp_path: Path) -> None:
+    async with app(tmp_path) as made, client_of(url_of(made)) as client:
+        with sqlite3.connect(tmp_path / "b" / "batches.sqlite3") as db:
+            values = ("batch_x", "batch_", "", "validating", 2**40, b'{"id": "batch_x", "tenant": 5}')
+            columns = "id, prefix, tenant, status, removed_at, body"
+            db.execute(f"INSERT INTO records ({columns}) VALUES (?, ?, ?, ?, ?, ?)", values)
+        db.close()
+        batch = await wait_until(client, await create(client, [line(0)]), "completed")
+        assert [x.id async for x in client.batches.list()] == [batch.id]
+
+
+async def test_a_batch_that_is_interrupted_leaves_no_task(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    worker = FakeWorker(Role.DECODE, "d0", caches=False)
+    async with app(tmp_path, worker=worker) as made:
+        worker.state.pause_after = 0
+        async with client_of(url_of(made)) as client:
+            await create(client, [line(0)])
+        async with asyncio.timeout(240):
+            while not worker.state.requests:
+                await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == before
 
 
 async def test_completions_and_responses_run_too(tmp_path: Path) -> None:

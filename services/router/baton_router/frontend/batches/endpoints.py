@@ -31,7 +31,6 @@ from baton_router.frontend.batches.schemas import (
     MAX_VALUE_CHARS,
     MOST_KEPT_S,
     Batch,
-    BatchError,
     BatchErrors,
     BatchList,
     CreateBatchBody,
@@ -50,6 +49,7 @@ from baton_router.frontend.batches.store import (
     BatchRecord,
     BatchStore,
     FileRecord,
+    Usage,
     new_id,
     read_content,
 )
@@ -96,6 +96,11 @@ class BatchLimits:
     batches: int = 20
     ended_batches: int = 500
     readers: int = 32
+
+    @property
+    def bounds(self) -> Usage:
+        """What a tenant may keep."""
+        return Usage(self.files, self.tenant_bytes, self.batches)
 
 
 class BatchEndpoints:
@@ -145,7 +150,6 @@ class BatchEndpoints:
         if length.isdigit() and int(length) > limit + _FORM_BYTES:
             raise HTTPException(413, f"a file must be at most {limit} bytes")
         parser = MultipartParser(boundary_of(request.headers.get("content-type", "")))
-        await self._check_room(tenant)
         now = int(self._now())
         record = FileRecord(
             id=new_id(FILE_PREFIX),
@@ -157,13 +161,12 @@ class BatchEndpoints:
             created_at=now,
             removed_at=now + _UPLOAD_S,
         )
-        await store.write_record(record)
+        await store.write_record(record, bounds=self._limits.bounds)
         upload = _Upload(store, record, limit)
         try:
             await self._receive(request, parser, upload)
             record = upload.finish(now)
-            await self._check_room(tenant, record.size)
-            if not await store.write_record(record, expected=UPLOADING):
+            if not await store.write_record(record, expected=UPLOADING, bounds=self._limits.bounds):
                 raise HTTPException(408, f"the file did not arrive within {_UPLOAD_S} s")
         except BaseException:
             await asyncio.shield(store.delete(record))
@@ -195,21 +198,6 @@ class BatchEndpoints:
         if not parser.done:
             raise InvalidRequestError("the form ends before its last boundary", field="file")
         await upload.flush()
-
-    async def _check_room(self, tenant: str, size: int = 0) -> None:
-        """Refuse a file for which the tenant has no room.
-
-        Args:
-            tenant: Name of the tenant.
-            size: Bytes of the file; 0: it is not there yet.
-        """
-        files = await self._files(tenant)
-        limits = self._limits
-        if not size and len(files) >= limits.files:
-            raise QueueFullError(f"there are {len(files)} files already, as many as may be kept: delete some")
-        used = sum(each.size for each in files)
-        if used + size > limits.tenant_bytes:
-            raise QueueFullError(f"files have {used} bytes of at most {limits.tenant_bytes}: delete some", field="file")
 
     async def serve_file(self, request: Request) -> Response:
         """Serve ``GET`` and ``DELETE`` of ``/v1/files/{file_id}``."""
@@ -260,15 +248,6 @@ class BatchEndpoints:
         file = await self._find(FileRecord, body.input_file_id, tenant, "input_file_id", "file")
         if file.purpose != "batch":
             raise invalid_field("input_file_id", f"must be a file of purpose batch, not {file.purpose}")
-        await self._check_room(tenant)
-        states = await store.batch_states(tenant)
-        ended = [ident for ident, state in states.items() if state not in OPEN_STATES]
-        if len(states) - len(ended) >= self._limits.batches:
-            message = f"{len(states) - len(ended)} batches have not ended yet, as many as there may be at once"
-            raise QueueFullError(message, retry_after_s=60.0)
-        for ident in ended[: min(_MOST_REMOVED, max(0, len(ended) - self._limits.ended_batches + 1))]:
-            if (oldest := await store.get(ident)) is not None:
-                await store.delete(oldest)
         now = int(self._now())
         record = BatchRecord(
             id=new_id(BATCH_PREFIX),
@@ -284,8 +263,12 @@ class BatchEndpoints:
             output_s=kept_s,
             metadata=body.metadata,
         )
-        await store.write_record(record)
+        await store.write_record(record, bounds=self._limits.bounds)
         self.on_change(record.id)
+        ended = [ident for ident, state in (await store.batch_states(tenant)).items() if state not in OPEN_STATES]
+        for ident in ended[: min(_MOST_REMOVED, max(0, len(ended) - self._limits.ended_batches + 1))]:
+            if (oldest := await store.get(ident)) is not None:
+                await store.delete(oldest)
         return msgspec.to_builtins(await self._batch_object(record))
 
     async def serve_batch(self, request: Request) -> Response:
@@ -324,13 +307,12 @@ class BatchEndpoints:
     async def _batch_object(self, record: BatchRecord) -> Batch:
         completed, failed = record.completed, record.failed
         if record.status in OPEN_STATES:
-            completed, failed = [(await self._store.measure(x)).parts for x in (record.output_id, record.error_id)]
-        errors = [msgspec.convert(each, BatchError) for each in record.errors]
+            completed, failed = [(await self._store.measure(x)).lines for x in (record.output_id, record.error_id)]
         times: dict[str, Any] = {**record.times}
         return Batch(
             id=record.id,
             endpoint=record.endpoint,
-            errors=BatchErrors(data=errors) if errors else None,
+            errors=BatchErrors(data=record.errors) if record.errors else None,
             input_file_id=record.input_file_id,
             status=record.status,  # type: ignore[arg-type]
             output_file_id=record.output_id if record.completed else None,
@@ -391,6 +373,8 @@ class _Upload:
                     raise invalid_field("file", "must be one file with a name")
                 self._filename = event.filename
                 self._current = None
+            elif event.name in self._fields:
+                raise invalid_field(event.name[:_MAX_NAME_CHARS], "is given more than once")
             elif len(self._fields) < _MAX_FIELDS:
                 self._current = self._fields[event.name] = bytearray()
             else:
@@ -404,14 +388,15 @@ class _Upload:
             if self._size > self._limit:
                 raise HTTPException(413, f"a file must be at most {self._limit} bytes")
             self._data += event
-            if len(self._data) >= PART_BYTES:
+            while len(self._data) >= PART_BYTES:
                 await self.flush()
 
     async def flush(self) -> None:
-        """Write what is not written yet."""
+        """Write a part, or what is left of the file."""
         if self._data:
             self._num_parts += 1
-            data, self._data = bytes(self._data), bytearray()
+            data = bytes(self._data[:PART_BYTES])
+            del self._data[:PART_BYTES]
             await self._store.write_part(self.record.id, self._num_parts, data)
 
     def finish(self, now: int) -> FileRecord:

@@ -38,13 +38,8 @@ from baton_router.frontend.batches.lines import (
     read_lines,
     unsent_line,
 )
-from baton_router.frontend.batches.store import (
-    BatchRecord,
-    BatchStore,
-    FileRecord,
-    LineResult,
-    measure_tenant,
-)
+from baton_router.frontend.batches.schemas import BatchError
+from baton_router.frontend.batches.store import LINE_PARTS, BatchRecord, BatchStore, FileRecord, LineResult
 from baton_router.frontend.http.protocol import Exchange
 from baton_router.frontend.openai.generation import PostEndpoints
 from baton_router.metrics import Counter, GaugeFunction
@@ -301,12 +296,13 @@ class BatchRun:
         """Run the batch until it ends or its lease is lost."""
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._work())
+        work.add_done_callback(lambda _: self.wake.set())
         try:
             while not work.done():
                 self.wake.clear()
-                waking = loop.create_task(self.wake.wait())
-                await asyncio.wait([work, waking], timeout=LEASE_S / 3, return_when=asyncio.FIRST_COMPLETED)
-                waking.cancel()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LEASE_S / 3):
+                        await self.wake.wait()
                 if not (work.done() or await self._renew()):
                     break
             if work.done():
@@ -362,7 +358,7 @@ class BatchRun:
 
     async def _validate(self) -> bool:
         """Check that every line has a name of its own; what else is wrong with a line becomes its result."""
-        errors: list[dict[str, Any]] = []
+        errors: list[BatchError] = []
         seen: set[bytes] = set()
         total = 0
         async for line in self._lines():
@@ -379,11 +375,11 @@ class BatchRun:
                 seen.add(digest)
             if total > self._context.max_lines:
                 message = f"a batch may have {self._context.max_lines} lines"
-                errors = [{"code": "too_many_lines", "message": message, "param": "input_file_id", "line": None}]
+                errors = [BatchError(code="too_many_lines", message=message, param="input_file_id", line=None)]
             if len(errors) >= _MOST_ERRORS or total > self._context.max_lines:
                 break
         if not total:
-            errors = [{"code": "empty_file", "message": "the input file has no lines", "param": None, "line": None}]
+            errors = [BatchError(code="empty_file", message="the input file has no lines", param=None, line=None)]
         if errors:
             await self._change("failed", errors=errors)
             return False
@@ -413,13 +409,13 @@ class BatchRun:
         most = self._context.tenant_bytes
         if self._unmeasured * _LOOKS >= most:
             self._unmeasured = 0
-            self._is_full = await measure_tenant(self._store, self.record.tenant) >= most
+            self._is_full = (await self._store.usage(self.record.tenant)).size >= most
         return self._is_full
 
     async def _done(self) -> set[int]:
         """Return the numbers of the lines that have a result."""
         files = (self.record.output_id, self.record.error_id)
-        return {number for ident in files for number in await self._store.part_numbers(ident)}
+        return {number // LINE_PARTS for ident in files for number in await self._store.part_numbers(ident)}
 
     async def _acquire(self, number: int) -> LineExchange:
         """Wait for idle capacity and the tenant's limits; return the request of a line."""
@@ -484,9 +480,9 @@ class BatchRun:
         now = int(self._context.now())
         counts = []
         for ident, kind in ((record.output_id, "output"), (record.error_id, "error")):
-            parts, size = await self._store.measure(ident)
-            counts.append(parts)
-            if parts:
+            lines, size = await self._store.measure(ident)
+            counts.append(lines)
+            if lines:
                 file = FileRecord(
                     id=ident,
                     tenant=record.tenant,
@@ -526,8 +522,8 @@ async def _until_stored(write: Callable[[], Coroutine[Any, Any, None]]) -> None:
             await asyncio.sleep(_STORE_PAUSE_S)
 
 
-def _line_error(code: str, number: int, message: str) -> dict[str, Any]:
-    return {"code": code, "message": message, "param": "custom_id", "line": number}
+def _line_error(code: str, number: int, message: str) -> BatchError:
+    return BatchError(code=code, message=message, param="custom_id", line=number)
 
 
 def _digest(ident: str) -> bytes:

@@ -15,14 +15,18 @@ from typing import TypeVar
 from baton.errors import ConfigError, UnavailableError
 from baton_router.frontend.batches.store import (
     BATCH_PREFIX,
+    FILE_PREFIX,
+    LINE_PARTS,
     OPEN_STATES,
+    PART_BYTES,
     BatchRecord,
     FileSize,
     LineResult,
     Record,
-    decode_record,
+    RecordReader,
+    Usage,
     encode_record,
-    prefix_of,
+    removed_with,
 )
 
 T = TypeVar("T")
@@ -44,8 +48,12 @@ CREATE UNIQUE INDEX IF NOT EXISTS parts_of_file ON parts (file, number, size);
 CREATE TABLE IF NOT EXISTS leases (batch TEXT PRIMARY KEY, owner TEXT NOT NULL, until REAL NOT NULL);
 """
 _ADD_RESULT = """
-INSERT INTO parts (file, number, size, data) SELECT ?1, ?3, ?4, ?5
-WHERE NOT EXISTS (SELECT 1 FROM parts WHERE file IN (?1, ?2) AND number = ?3)
+INSERT INTO parts SELECT ?1, ?3, ?4, ?5 WHERE NOT EXISTS (SELECT 1 FROM parts WHERE file IN (?1, ?2) AND number = ?3)
+"""
+_OPEN = ", ".join(f"'{state}'" for state in sorted(OPEN_STATES))
+_KEPT = f"""
+SELECT id, body FROM records
+WHERE prefix IN ('{FILE_PREFIX}', '{BATCH_PREFIX}') AND tenant = ? AND (prefix = '{FILE_PREFIX}' OR status IN ({_OPEN}))
 """
 _CLAIM = """
 INSERT INTO leases VALUES (?1, ?2, ?3)
@@ -67,6 +75,7 @@ class SqliteBatchStore:
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._closed = False
+        self._reader = RecordReader()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch store")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,16 +92,48 @@ class SqliteBatchStore:
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"batches cannot be kept in {folder}: {error}", field=FIELD) from error
 
-    async def write_record(self, record: Record, *, expected: str | None = None) -> bool:
-        values = (record.id, record.prefix, record.tenant, record.status, record.removed_at, encode_record(record))
+    async def write_record(self, record: Record, *, expected: str | None = None, bounds: Usage | None = None) -> bool:
+        values: tuple[object, ...] = (
+            record.id,
+            record.prefix,
+            record.tenant,
+            record.status,
+            record.removed_at,
+            encode_record(record),
+        )
+        statement = "UPDATE records SET status = ?, removed_at = ?, body = ? WHERE id = ? AND status = ?"
         if expected is None:
             columns = "id, prefix, tenant, status, removed_at, body"
-            return await self._change(f"INSERT OR IGNORE INTO records ({columns}) VALUES (?, ?, ?, ?, ?, ?)", values)
-        statement = "UPDATE records SET status = ?, removed_at = ?, body = ? WHERE id = ? AND status = ?"
-        return await self._change(statement, (*values[3:], record.id, expected))
+            statement = f"INSERT OR IGNORE INTO records ({columns}) VALUES (?, ?, ?, ?, ?, ?)"
+        else:
+            values = (*values[3:], record.id, expected)
+        if bounds is None:
+            return await self._change(statement, values)
+        most = bounds.before(record, is_new=expected is None)
+
+        def work() -> bool:
+            with self._transaction():
+                usage = self._usage(record.tenant)
+                if usage.exceeds(most):
+                    raise usage.error(record, bounds)
+                return self._db.execute(statement, values).rowcount > 0
+
+        return await self._run(work)
+
+    async def usage(self, tenant: str) -> Usage:
+        return await self._run(functools.partial(self._usage, tenant))
+
+    def _usage(self, tenant: str) -> Usage:
+        rows = self._db.execute(_KEPT, (tenant,)).fetchall()
+        records = [record for row in rows if (record := self._reader.read(*row)) is not None]
+        batches = [x for x in records if isinstance(x, BatchRecord)]
+        size = sum(x.size for x in records if not isinstance(x, BatchRecord))
+        for batch in batches:
+            size += sum(self._measure(ident).size for ident in (batch.output_id, batch.error_id))
+        return Usage(len(records) - len(batches), size, len(batches))
 
     async def get(self, ident: str) -> Record | None:
-        rows = await self._records("WHERE id = ?", (ident,)) if prefix_of(ident) is not None else []
+        rows = await self._records("WHERE id = ?", (ident,))
         return rows[0] if rows else None
 
     async def list_records(self, prefix: str, tenant: str) -> list[Record]:
@@ -103,32 +144,47 @@ class SqliteBatchStore:
         return await self._run(lambda: dict(self._db.execute(statement, (BATCH_PREFIX, tenant)).fetchall()))
 
     async def open_batches(self) -> list[BatchRecord]:
-        marks = ", ".join("?" * len(OPEN_STATES))
-        where = f"WHERE prefix = ? AND status IN ({marks}) ORDER BY number"
-        records = await self._records(where, (BATCH_PREFIX, *OPEN_STATES))
+        records = await self._records(f"WHERE prefix = ? AND status IN ({_OPEN}) ORDER BY number", (BATCH_PREFIX,))
         return [record for record in records if isinstance(record, BatchRecord)]
 
     async def due_records(self, now: float) -> list[Record]:
-        return await self._records(f"WHERE removed_at <= ? LIMIT {_DUE}", (now,))
+        def work() -> list[Record]:
+            due: list[Record] = []
+            statement = f"SELECT id, body FROM records WHERE removed_at <= ? LIMIT {_DUE}"
+            for ident, body in self._db.execute(statement, (now,)).fetchall():
+                if (record := self._reader.read(ident, body)) is not None:
+                    due.append(record)
+                else:
+                    self._delete([ident])
+            return due
+
+        return await self._run(work)
 
     async def delete(self, record: Record) -> None:
-        def work() -> None:
-            with self._transaction():
-                self._db.execute("DELETE FROM records WHERE id = ?", (record.id,))
-                self._db.execute("DELETE FROM parts WHERE file = ?", (record.id,))
+        await self._run(lambda: self._delete(removed_with(record)))
 
-        await self._run(work)
+    def _delete(self, idents: Sequence[str]) -> None:
+        with self._transaction():
+            for ident in idents:
+                self._db.execute("DELETE FROM records WHERE id = ?", (ident,))
+                self._db.execute("DELETE FROM parts WHERE file = ?", (ident,))
 
     async def write_part(self, file_id: str, number: int, data: bytes) -> None:
         await self._change("INSERT INTO parts VALUES (?, ?, ?, ?)", (file_id, number, len(data), data))
 
     async def add_results(self, batch: BatchRecord, results: Sequence[LineResult]) -> None:
         files = (batch.output_id, batch.error_id)
-        rows = [(files[x.failed], files[not x.failed], x.number, len(x.data), x.data) for x in results]
 
         def work() -> None:
             with self._transaction():
-                self._db.executemany(_ADD_RESULT, rows)
+                if self._db.execute("SELECT 1 FROM records WHERE id = ?", (batch.id,)).fetchone() is None:
+                    return
+                for result in results:
+                    own, other = files[result.failed], files[not result.failed]
+                    (number, data), *rest = result.parts()
+                    if self._db.execute(_ADD_RESULT, (own, other, number, len(data), data)).rowcount:
+                        rows = [(own, number, len(data), data) for number, data in rest]
+                        self._db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
 
         await self._run(work)
 
@@ -136,25 +192,28 @@ class SqliteBatchStore:
         statement = "SELECT number FROM parts WHERE file = ? ORDER BY number"
         return await self._run(lambda: [row[0] for row in self._db.execute(statement, (file_id,))])
 
-    async def read_parts(self, file_id: str, numbers: Sequence[int], start: int, most: int) -> list[bytes]:
+    async def read_parts(self, file_id: str, numbers: Sequence[int]) -> list[bytes]:
         statement = "SELECT data FROM parts WHERE file = ? AND number BETWEEN ? AND ? ORDER BY number"
         values = (file_id, numbers[0], numbers[-1])
 
         def work() -> list[bytes]:
-            pieces: list[bytes] = []
-            skip, room = start, most
+            parts: list[bytes] = []
+            room = PART_BYTES
             for (data,) in self._db.execute(statement, values):
-                pieces.append(data[skip : skip + room])
-                skip, room = 0, room - len(pieces[-1])
-                if not room:
+                room -= len(data)
+                if room < 0 and parts:
                     break
-            return pieces
+                parts.append(data)
+            return parts
 
         return await self._run(work)
 
     async def measure(self, file_id: str) -> FileSize:
-        statement = "SELECT count(*), coalesce(sum(size), 0) FROM parts WHERE file = ?"
-        return FileSize(*await self._run(lambda: self._db.execute(statement, (file_id,)).fetchone()))
+        return await self._run(functools.partial(self._measure, file_id))
+
+    def _measure(self, file_id: str) -> FileSize:
+        columns = f"coalesce(sum(number % {LINE_PARTS} = 0), 0), coalesce(sum(size), 0)"
+        return FileSize(*self._db.execute(f"SELECT {columns} FROM parts WHERE file = ?", (file_id,)).fetchone())
 
     async def claim(self, batch_id: str, owner: str, seconds: float) -> bool:
         now = self._now()
@@ -171,9 +230,9 @@ class SqliteBatchStore:
         self._thread.shutdown()
 
     async def _records(self, where: str, values: Sequence[object]) -> list[Record]:
-        statement = f"SELECT prefix, body FROM records {where}"
+        statement = f"SELECT id, body FROM records {where}"
         rows = await self._run(lambda: self._db.execute(statement, values).fetchall())
-        return [decode_record(*row) for row in rows]
+        return [record for row in rows if (record := self._reader.read(*row)) is not None]
 
     async def _change(self, statement: str, values: Sequence[object]) -> bool:
         """Run a statement; return whether it changed something."""

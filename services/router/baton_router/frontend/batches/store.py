@@ -1,32 +1,44 @@
 """What is kept of files and batches, and the interface of the stores that keep it.
 
 A *record* describes a file or a batch. The content of a file are its numbered *parts*: of an uploaded file the pieces
-that it arrived in, of a batch's output and error file one line each, numbered as the lines of the input are. So results
-are in the order of the input whenever they come, and only the first result of a line counts. Ending a batch copies
-nothing: it adds the records of its two files.
+that it arrived in, of a batch's output and error file the pieces of its lines, numbered by the lines of the input. So
+results are in the order of the input whenever they come, and only the first result of a line counts. Ending a batch
+copies nothing: it adds the records of its two files.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import msgspec
+
+from baton.errors import QueueFullError, shown
+from baton_router.frontend.batches.schemas import BatchError
+
+log = logging.getLogger(__name__)
 
 FILE_PREFIX = "file-"
 BATCH_PREFIX = "batch_"
 KEEP_S = 30 * 24 * 3600
 """Seconds that files, and batches that have ended, are kept by default."""
 PART_BYTES = 256 * 1024
-"""Bytes of the parts of an uploaded file, and most bytes of a file that are read at once."""
+"""Most bytes of a part, and of what is read of a file at once."""
 _PARTS_AT_ONCE = 16
-"""Parts that are asked for at once, of which :data:`PART_BYTES` bytes are read at most."""
+"""Parts that are asked for at once, of which :data:`PART_BYTES` bytes are read."""
+LINE_PARTS = 1 << 16
+"""Numbers of parts that the result of a line has for itself."""
+_MOST_LOGGED = 1000
 UPLOADING = "uploading"
 """Status of a file whose content is still arriving; clients do not see it."""
 OPEN_STATES = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
 """States of a batch that has not ended."""
+_STATES = "validating|failed|in_progress|finalizing|completed|expired|cancelling|cancelled"
+State: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({_STATES})$")]
+TimeName: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({_STATES})_at$")]
 
 
 class FileRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -82,7 +94,7 @@ class BatchRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     id: str
     tenant: str
-    status: str
+    status: State
     endpoint: str
     input_file_id: str
     output_id: str
@@ -92,9 +104,9 @@ class BatchRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     removed_at: int
     output_s: int = KEEP_S
     metadata: dict[str, str] | None = None
-    times: dict[str, int] = msgspec.field(default_factory=dict)
+    times: dict[TimeName, int] = msgspec.field(default_factory=dict)
     total: int = 0
-    errors: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    errors: list[BatchError] = msgspec.field(default_factory=list)
     completed: int = 0
     failed: int = 0
 
@@ -115,30 +127,84 @@ class LineResult(NamedTuple):
     failed: bool
     data: bytes
 
+    def parts(self) -> list[tuple[int, bytes]]:
+        """Return its parts with their numbers."""
+        starts = range(0, len(self.data), PART_BYTES)
+        first = self.number * LINE_PARTS
+        return [(number, self.data[at : at + PART_BYTES]) for number, at in enumerate(starts, first)]
+
 
 class FileSize(NamedTuple):
-    """Parts and bytes of a file's content."""
+    """Size of a file's content.
 
-    parts: int
+    Attributes:
+        lines: Lines of an output or error file.
+        size: Bytes.
+    """
+
+    lines: int
     size: int
+
+
+class Usage(NamedTuple):
+    """What a tenant keeps, or may keep.
+
+    Attributes:
+        files: Files.
+        size: Bytes of all files, and of the results of batches that have not ended.
+        batches: Batches that have not ended.
+    """
+
+    files: int
+    size: int
+    batches: int
+
+    def before(self, record: Record, *, is_new: bool) -> Usage:
+        """Return what a tenant may keep so that a record finds room below these bounds."""
+        is_batch = isinstance(record, BatchRecord)
+        size = record.size if isinstance(record, FileRecord) else 0
+        return Usage(self.files - is_new, self.size - size, self.batches - (is_new and is_batch))
+
+    def exceeds(self, bounds: Usage) -> bool:
+        """Return whether it is more than may be kept."""
+        return any(own > most for own, most in zip(self, bounds, strict=True))
+
+    def error(self, record: Record, bounds: Usage) -> QueueFullError:
+        """Return the error for a record that finds no room below these bounds."""
+        size = self.size + (record.size if isinstance(record, FileRecord) else 0)
+        if size > bounds.size:
+            message = f"files and results have {size} bytes with this, of at most {bounds.size}: delete some"
+            return QueueFullError(message, field="file")
+        if isinstance(record, BatchRecord) and self.batches >= bounds.batches:
+            message = f"{self.batches} batches have not ended yet, as many as there may be at once"
+            return QueueFullError(message, retry_after_s=60.0)
+        return QueueFullError(f"there are {self.files} files already, as many as may be kept: delete some")
 
 
 class BatchStore(Protocol):
     """Keeps files and batches. Several routers may use one.
 
-    All methods raise ``UnavailableError`` if what is below cannot be reached or has no room.
+    All methods raise ``UnavailableError`` if what is below cannot be reached or has no room. A record that cannot be
+    read is logged, and left out as if it were not there.
     """
 
-    async def write_record(self, record: Record, *, expected: str | None = None) -> bool:
+    async def write_record(self, record: Record, *, expected: str | None = None, bounds: Usage | None = None) -> bool:
         """Write a record.
 
         Args:
             record: The record.
             expected: Status that the stored record must have; ``None``: there must be no such record yet.
+            bounds: Most that the tenant may keep; ``None``: anything. The check and the write are a single step.
 
         Returns:
             Whether it was written.
+
+        Raises:
+            QueueFullError: The tenant would keep more.
         """
+
+    async def usage(self, tenant: str) -> Usage:
+        """Return what a tenant keeps."""
 
     async def get(self, ident: str) -> Record | None:
         """Return a record by its identifier; ``None``: there is none."""
@@ -153,35 +219,33 @@ class BatchStore(Protocol):
         """Return all tenants' batches that have not ended, in the order of their creation."""
 
     async def due_records(self, now: float) -> list[Record]:
-        """Return the records that are to be removed by now, some of them if there are many."""
+        """Return the records that are to be removed by now, some of them if there are many; unreadable ones go."""
 
     async def delete(self, record: Record) -> None:
-        """Remove a record, and the parts of a file."""
+        """Remove a record, the parts of a file, and the results of a batch that has not ended."""
 
     async def write_part(self, file_id: str, number: int, data: bytes) -> None:
-        """Write a part of an uploaded file."""
+        """Write a part of an uploaded file, of at most :data:`PART_BYTES` bytes."""
 
     async def add_results(self, batch: BatchRecord, results: Sequence[LineResult]) -> None:
-        """Write results of lines, all or none of them; a line that has a result keeps it."""
+        """Write results of lines, all or none of them; a line that has a result keeps it.
+
+        Nothing is written if the record of the batch is gone.
+        """
 
     async def part_numbers(self, file_id: str) -> list[int]:
-        """Return the numbers of a file's parts, rising."""
+        """Return the numbers of a file's parts, rising; a line's begin at a multiple of :data:`LINE_PARTS`."""
 
-    async def read_parts(self, file_id: str, numbers: Sequence[int], start: int, most: int) -> list[bytes]:
-        """Return parts of a file, as far as ``most`` bytes reach.
+    async def read_parts(self, file_id: str, numbers: Sequence[int]) -> list[bytes]:
+        """Return the first of some parts that have :data:`PART_BYTES` bytes together at most.
 
         Args:
             file_id: The file.
             numbers: Numbers of the parts, neighbours in :meth:`part_numbers`.
-            start: Bytes to leave out of the first part.
-            most: Bytes of all parts together.
-
-        Returns:
-            A piece per part, the last one cut at ``most`` bytes; fewer pieces if ``most`` is reached or parts are gone.
         """
 
     async def measure(self, file_id: str) -> FileSize:
-        """Return the number and bytes of a file's parts."""
+        """Return the size of a file's content."""
 
     async def claim(self, batch_id: str, owner: str, seconds: float) -> bool:
         """Lease a batch to a router, or renew its lease; ``False``: another router has it."""
@@ -196,31 +260,16 @@ class BatchStore(Protocol):
 async def read_content(store: BatchStore, file_id: str) -> AsyncIterator[bytes]:
     """Iterate over the content of a file, of which at most :data:`PART_BYTES` bytes are in memory."""
     numbers = array("Q", await store.part_numbers(file_id))
-    at = start = 0
+    at = 0
     while at < len(numbers):
-        pieces = await store.read_parts(file_id, numbers[at : at + _PARTS_AT_ONCE], start, PART_BYTES)
-        if not pieces:
+        parts = await store.read_parts(file_id, numbers[at : at + _PARTS_AT_ONCE])
+        if not parts:
             return  # the file was deleted meanwhile
-        content = b"".join(pieces)
-        if len(content) < PART_BYTES:
-            at, start = at + len(pieces), 0
-        else:  # there may be more of the last part
-            start = len(pieces[-1]) + (start if len(pieces) == 1 else 0)
-            at += len(pieces) - 1
-        del pieces
+        at += len(parts)
+        content = b"".join(parts)
+        del parts
         if content:
             yield content
-
-
-async def measure_tenant(store: BatchStore, tenant: str) -> int:
-    """Return the bytes of all files of a tenant, and of the results of its batches that have not ended."""
-    size = sum(x.size for x in await store.list_records(FILE_PREFIX, tenant) if isinstance(x, FileRecord))
-    for ident, state in (await store.batch_states(tenant)).items():
-        batch = await store.get(ident) if state in OPEN_STATES else None
-        if isinstance(batch, BatchRecord):
-            for file in (batch.output_id, batch.error_id):
-                size += (await store.measure(file)).size
-    return size
 
 
 def new_id(prefix: str) -> str:
@@ -240,11 +289,43 @@ def prefix_of(ident: str) -> str | None:
     return next((prefix for prefix in _DECODERS if ident.startswith(prefix)), None)
 
 
+def removed_with(record: Record) -> list[str]:
+    """Return the identifiers that go with a record: files of a batch that has not ended belong to it alone."""
+    if isinstance(record, BatchRecord) and record.status in OPEN_STATES:
+        return [record.id, record.output_id, record.error_id]
+    return [record.id]
+
+
 def encode_record(record: Record) -> bytes:
     return _ENCODER.encode(record)
 
 
-def decode_record(prefix: str, data: bytes) -> Record:
-    """Return the record of an encoded one."""
-    record: Record = _DECODERS[prefix].decode(data)
-    return record
+class RecordReader:
+    """Reads stored records; those that cannot be read are logged, each once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def read(self, ident: str, data: bytes) -> Record | None:
+        """Return a record.
+
+        Args:
+            ident: Identifier that it is stored by.
+            data: The encoded record.
+
+        Returns:
+            The record; ``None``: it cannot be read.
+        """
+        prefix = prefix_of(ident)
+        if prefix is None:
+            return None
+        try:
+            record: Record = _DECODERS[prefix].decode(data)
+            if record.id != ident:
+                raise ValueError(f"it has the identifier {shown(record.id)}")
+        except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
+            if ident not in self._logged and len(self._logged) < _MOST_LOGGED:
+                self._logged.add(ident)
+                log.error("the record of %s cannot be read and is left out: %s", ident, error)
+            return None
+        return record
