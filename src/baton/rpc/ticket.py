@@ -70,18 +70,20 @@ def sign(
     *,
     life_s: float,
     now: Callable[[], float] = time.time,
-) -> None:
-    """Put a ticket for ``bearer`` into a request that is otherwise complete."""
+) -> bytes:
+    """Put a ticket for ``bearer`` into a request that is otherwise complete; returns the ticket's nonce."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     body = worker_pb2.TicketBody(
         instance_id=bearer.instance_id,
         epoch=bearer.epoch,
         address=bearer.address,
         request_digest=request_digest(request),
         expires_ms=int(1000 * (now() + life_s)),
-        nonce=secrets.token_bytes(_NONCE_BYTES),
+        nonce=nonce,
     ).SerializeToString()
     request.ticket.body = body
     request.ticket.mac = _mac(key, body)
+    return nonce
 
 
 def ticket_header(ticket: worker_pb2.PlacementTicket) -> str:
@@ -125,6 +127,14 @@ class TicketCheck:
         if body.nonce in self._used:
             raise _denied("the ticket was used before")
         self._mark_used(body.nonce, ends_at, now)
+
+    def nonce(self, header: str | bytes | None) -> bytes:
+        """Return the nonce of the ticket in a call's head.
+
+        Raises:
+            PermissionDeniedError: There is none that a router signed.
+        """
+        return self._read(header).nonce
 
     def require(self, header: str | bytes | None, digest: bytes) -> None:
         """Check that a request is the one that the ticket in its call's head is for.

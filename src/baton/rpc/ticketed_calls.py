@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,6 +23,18 @@ READ_S = 10.0
 _WAIT_S = 2.0
 _MAX_WAITING = 128
 """Each that waits for its turn to be read may have filled its window already."""
+
+_MAX_ENDS = 65536
+
+
+async def next_ends(ends: asyncio.Queue[bytes], timeout_s: float) -> list[bytes]:
+    """Return what a queue has, as soon as it has anything; empty after ``timeout_s`` seconds."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            first = await ends.get()
+    except TimeoutError:
+        return []
+    return [first, *(ends.get_nowait() for _ in range(ends.qsize()))]
 
 
 class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -50,6 +62,17 @@ class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._reads = asyncio.Semaphore(MAX_READS)
         self._reads_of_peers = WeakValueDictionary[str, asyncio.Semaphore]()
         self._num_waiting = 0
+        self._followers: set[asyncio.Queue[bytes]] = set()
+
+    @contextmanager
+    def follow_ends(self) -> Iterator[asyncio.Queue[bytes]]:
+        """Yield a queue that gets the nonce of each ticket whose call has ended, however it did."""
+        follower = asyncio.Queue[bytes](_MAX_ENDS)
+        self._followers.add(follower)
+        try:
+            yield follower
+        finally:
+            self._followers.discard(follower)
 
     def __call__(self, method: str, header: str | bytes | None) -> bool:
         """Return whether a call is served without a proof; marks its ticket as used.
@@ -78,17 +101,24 @@ class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         header = next((value for key, value in metadata if key == HEADER), None)
 
         async def call(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            request = await self._read(requests, context)
+            nonce = b""
+            request = None
             try:
+                nonce = self._check.nonce(header)
+                request = await self._read(requests, context)
                 self._check.require(header, request_digest(request))
+                async with aclosing(handler.unary_stream(request, context)) as responses:
+                    async for response in responses:
+                        yield response
             except PermissionDeniedError:
-                del request  # the error's traceback refers to this frame
+                request = None  # the error's traceback refers to this frame
                 self._on_denied()
                 audit("denied", over="grpc", peer=peer_of(context), method=self._method, reason="ticket")
                 raise
-            async with aclosing(handler.unary_stream(request, context)) as responses:
-                async for response in responses:
-                    yield response
+            finally:
+                for follower in self._followers:
+                    if nonce and not follower.full():
+                        follower.put_nowait(nonce)
 
         return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
 

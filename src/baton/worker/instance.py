@@ -266,7 +266,7 @@ class WorkerInstance:
             tls=base.tls,
             admits=tickets,
         )
-        self._servicer = WorkerServicer(context, role, self.change_role)
+        self._servicer = WorkerServicer(context, role, tickets, self.change_role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.server)
         self.port = await server.start()
         self._server = server

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ from baton.kv_cache.events import KVEvent
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.convert import fingerprint_to_pb, role_from_pb, role_to_pb
 from baton.rpc.multiplex_server import generate_many
+from baton.rpc.ticketed_calls import TicketedCalls, next_ends
 from baton.types import RequestId, Role
 from baton.version import __version__
 from baton.worker.context import InstanceRole, WorkerContext
@@ -43,6 +44,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     Args:
         context: The instance's parts.
         role: Role in which the instance starts.
+        tickets: Checks the tickets of clients that call without a router; ``None``: they need none.
         change_role: Switches the instance to another role; see :meth:`SetRole`.
 
     Attributes:
@@ -53,10 +55,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self,
         context: WorkerContext,
         role: InstanceRole,
+        tickets: TicketedCalls | None,
         change_role: Callable[[Role], Awaitable[None]],
     ) -> None:
         self._worker = context
         self.role = role
+        self._tickets = tickets
         self._change_role = change_role
         self._load = LoadReporter()
 
@@ -188,15 +192,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         interval_s = (request.interval_ms or worker.base.config.load_interval_ms) / 1000
         last = common_pb2.LoadReport()
         slow_at = -math.inf
-        while self.role is role:
-            now = time.monotonic()
-            report = self._load.report(worker.engine.stats, draining=worker.admission.draining)
-            report.unreadable_prefills.extend(role.unreadable_prefills())
-            if is_urgent(report, last, role.role) or (now >= slow_at and report != last):
-                yield worker_pb2.StreamLoadResponse(load=report)
-                last = report
-                slow_at = now + SLOW_S
-            await asyncio.sleep(interval_s)
+        ended: list[bytes] = []
+        with self._tickets.follow_ends() if self._tickets else nullcontext(asyncio.Queue[bytes]()) as ends:
+            while self.role is role:
+                now = time.monotonic()
+                report = self._load.report(worker.engine.stats, draining=worker.admission.draining)
+                report.unreadable_prefills.extend(role.unreadable_prefills())
+                if ended or is_urgent(report, last, role.role) or (now >= slow_at and report != last):
+                    yield worker_pb2.StreamLoadResponse(load=report, ended_tickets=ended)
+                    last = report
+                    slow_at = now + SLOW_S
+                ended = await next_ends(ends, interval_s)
         raise UnavailableError(f"this is a {self.role.role} instance now")  # routers call GetInfo again then
 
     async def ResetPrefixCache(

@@ -137,6 +137,14 @@ async def test_the_router_explains_them_and_counts_their_times(world: World) -> 
     assert await world.of_requests('finished_total{outcome="done"}') == 1
 
 
+async def run_placed(direct: router_pb2.DirectPlacement) -> int:
+    """Use a ticket, and return the number of the answer's messages."""
+    async with open_channel(direct.address) as channel:
+        head = ((HEADER, ticket_header(direct.request.ticket)),)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return len([x async for x in stub.Generate(direct.request, timeout=240, metadata=head)])
+
+
 async def test_a_client_cannot_tell_of_more_tokens_than_its_request_may_have(world: World) -> None:
     async with contextlib.AsyncExitStack() as stack:
         channel = await stack.enter_async_context(open_channel(world.grpc))
@@ -144,6 +152,7 @@ async def test_a_client_cannot_tell_of_more_tokens_than_its_request_may_have(wor
         asked = build_generate(PROMPT, "", {"max_tokens": 3, "n": 2})
         route = await router_stub.Route(router_pb2.RouteRequest(direct=asked))
         placed = route.direct.request
+        await run_placed(route.direct)
         notice = router_pb2.NoteDirectRequest(
             request_id=placed.request_id, ticket_mac=placed.ticket.mac, num_tokens=10**9, ended=True
         )
@@ -241,16 +250,17 @@ async def test_a_notice_about_anothers_request_has_no_effect(world: World) -> No
         channel = await stack.enter_async_context(open_channel(world.grpc))
         router_stub = router_pb2_grpc.RouterServiceStub(channel)
         asked = build_generate(PROMPT, "", {"max_tokens": 5})
-        mine, others = [
-            (await router_stub.Route(router_pb2.RouteRequest(direct=asked))).direct.request for _ in range(2)
-        ]
+        placements = [(await router_stub.Route(router_pb2.RouteRequest(direct=asked))).direct for _ in range(2)]
+        mine, others = [x.request for x in placements]
         for mac in (b"", bytes(32), mine.ticket.mac):
             forged = router_pb2.NoteDirectRequest(
                 request_id=others.request_id, ticket_mac=mac, num_tokens=5, ended=True, failed=True
             )
             assert not (await router_stub.NoteDirect(forged)).known
         assert await world.metric("direct_open") == 2
-        for placed in (mine, others):
+        for direct in placements:
+            await run_placed(direct)
+            placed = direct.request
             own = router_pb2.NoteDirectRequest(
                 request_id=placed.request_id, ticket_mac=placed.ticket.mac, num_tokens=2, ended=True, cancelled=True
             )
@@ -276,7 +286,9 @@ async def test_notices_open_and_close_no_breaker(world: World, tmp_path: Path) -
         router_stub = router_pb2_grpc.RouterServiceStub(await stack.enter_async_context(open_channel(process.grpc)))
         asked = build_generate(PROMPT, "", {"max_tokens": 5})
         for _ in range(8):
-            placed = (await router_stub.Route(router_pb2.RouteRequest(direct=asked))).direct.request
+            direct = (await router_stub.Route(router_pb2.RouteRequest(direct=asked))).direct
+            await run_placed(direct)
+            placed = direct.request
             notice = router_pb2.NoteDirectRequest(
                 request_id=placed.request_id, ticket_mac=placed.ticket.mac, ended=True, failed=True
             )

@@ -80,9 +80,16 @@ async def test_a_forged_ticket_is_refused_and_the_message_is_not_read(
             silent = channel.stream_stream(METHOD)(timeout=60, metadata=head(forged))
             assert await silent.code() is grpc.StatusCode.PERMISSION_DENIED, "it sent no message"
             assert not sizes
+            loads = stub.StreamLoad(worker_pb2.StreamLoadRequest(), timeout=60)
+            assert not (await loads.read()).ended_tickets
             right = ticketed(bearer)
             assert len([t async for x in stub.Generate(right, timeout=60, metadata=head(right)) for t in x.deltas]) == 4
             assert sizes == [right.ByteSize()]
+            ended: list[bytes] = []
+            while not ended:
+                ended += (await loads.read()).ended_tickets
+            assert ended == [worker_pb2.TicketBody.FromString(right.ticket.body).nonce]
+            loads.cancel()
         assert (
             base.metrics.registry.get_sample_value(
                 "baton_worker_requests_total", {"method": "generate", "code": "permission_denied"}

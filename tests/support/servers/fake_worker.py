@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,13 +268,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.StreamLoadResponse]:
         """Send the load when it changes."""
         last: common_pb2.LoadReport | None = None
-        while True:
-            changed = self._changed
-            if self.state.load != last:
-                last = common_pb2.LoadReport()
-                last.CopyFrom(self.state.load)
-                yield worker_pb2.StreamLoadResponse(load=last)
-            await changed.wait()
+        with self._tickets.follow_ends() if self._tickets else nullcontext(asyncio.Queue[bytes]()) as ends:
+            while True:
+                changed = self._changed
+                ended = [ends.get_nowait() for _ in range(ends.qsize())]
+                if ended or self.state.load != last:
+                    last = common_pb2.LoadReport()
+                    last.CopyFrom(self.state.load)
+                    yield worker_pb2.StreamLoadResponse(load=last, ended_tickets=ended)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.02 if self._tickets else None):
+                        await changed.wait()
 
     async def StreamKvEvents(
         self, request: worker_pb2.StreamKvEventsRequest, context: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,6 +118,7 @@ class Instance:
         silent: Whether it has not answered a probe in time: it may hang, and gets new requests only if all do.
         drained: Whether its last session ended while it was draining, as when it is shut down.
         generation: Number of sessions so far.
+        open_tickets: Called when the instance says that a ticket's call has ended, or its session ends; by nonce.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Instance:
         self.silent = False
         self.drained = False
         self.generation = 0
+        self.open_tickets: dict[bytes, Callable[[], None]] = {}
         self._running: set[Lost] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -160,6 +162,13 @@ class Instance:
     def identity(self) -> tuple[str, int]:
         """Address and session: an instance that failed a request counts as new after a reconnection."""
         return self.address, self.generation
+
+    def end_tickets(self, nonces: Iterable[bytes]) -> None:
+        """Record that the calls of tickets have ended; unknown ones are another router's."""
+        for nonce in list(nonces):
+            on_end = self.open_tickets.pop(nonce, None)
+            if on_end is not None:
+                on_end()
 
     def add_call(self, call: Lost) -> None:
         """Add a running request; ``lose`` is called if the instance hangs while its connections are open."""

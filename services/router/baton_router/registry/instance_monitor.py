@@ -242,6 +242,7 @@ class InstanceMonitor:
             await asyncio.gather(events, *watchers, return_exceptions=True)
             instance.drained = instance.load.draining
             instance.load.forget_reports()
+            instance.end_tickets(instance.open_tickets)
 
     def _refuse(self, error: BatonError) -> None:
         if self._instance.status is not Status.REFUSED:
@@ -279,6 +280,7 @@ class InstanceMonitor:
                 before = load.draining
                 unreadable = load.unreadable
                 load.observe(answer.load, info.fingerprint.block_size)
+                self._instance.end_tickets(answer.ended_tickets)
                 if self._instance.status is not Status.READY:
                     backoff.reset()
                     self._set(Status.READY)

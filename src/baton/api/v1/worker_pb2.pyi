@@ -1119,16 +1119,22 @@ class StreamLoadResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAD_FIELD_NUMBER: _builtins.int
+    ENDED_TICKETS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> _common_pb2.LoadReport: ...
+    @_builtins.property
+    def ended_tickets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """nonces of tickets whose calls have ended since the last message"""
+
     def __init__(
         self,
         *,
         load: _common_pb2.LoadReport | None = ...,
+        ended_tickets: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_tickets", b"ended_tickets", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

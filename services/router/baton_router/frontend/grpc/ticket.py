@@ -1,7 +1,8 @@
 """Direct mode: places a request, signs a ticket for it, and keeps its reservation while the client runs it.
 
-The reservation ends with the client's last notice, or after ``LEASE_S`` without a notice of more tokens: a dead client
-has also broken its stream to the decode instance, which ends the work there.
+The reservation ends when the client's last notice has come and the decode instance reports that the ticket's call has
+ended, or the ticket has expired: a client that says so may still use its ticket. It ends after ``LEASE_S`` without a
+notice of more tokens, too: a dead client has also broken its stream to the instance, which ends the work there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -111,24 +113,32 @@ class _Open:
     Attributes:
         reserved: Reservation on the chosen instances.
         run: The request's record.
+        nonce: Nonce of its ticket.
         ends_at: End of its lease, on the desk's clock.
+        expires_at: End of its ticket, on the desk's clock.
         most: Bound of the tokens that its client can report.
         tenant: Name of its account; ``None`` without API keys.
         began: When it was reserved, on the desk's clock.
         prompt_tokens: Number of prompt tokens.
         kv_bytes_per_token: Size of a token's KV on the decode instance.
         tokens: Tokens that its client has reported.
+        outcome: How it ended, by its client's last notice; empty: it has not come.
+        call_ended: Whether the instance has ended the ticket's call.
     """
 
     reserved: Reserved
     run: _DirectRun
+    nonce: bytes
     ends_at: float
+    expires_at: float
     most: int
     tenant: str | None
     began: float
     prompt_tokens: int
     kv_bytes_per_token: float
     tokens: int = 0
+    outcome: str = ""
+    call_ended: bool = False
 
     def bounded(self, trace: common_pb2.RequestTrace, now: float) -> common_pb2.RequestTrace:
         """Return a client's trace with no more than such a request can have: it counts in metrics of all tenants."""
@@ -193,8 +203,8 @@ class TicketDesk:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
-        for name in list(self._open):
-            self._end(name, "router_ended")
+        for name, reservation in list(self._open.items()):
+            self._end(name, reservation.outcome or "router_ended")
 
     async def place(self, request: TextRequest) -> router_pb2.RouteResponse:
         """Place a request and sign a ticket for it.
@@ -228,7 +238,8 @@ class TicketDesk:
         message = reserved.message
         decode = reserved.placement.decode
         assert decode.info is not None  # known of every instance that can be chosen
-        sign(key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
+        bearer = Bearer(decode.instance_id, decode.info.epoch, decode.address)
+        nonce = sign(key, message, bearer, life_s=START_S)
         most = message.sampling.n * message.sampling.max_tokens
         now = self._now()
         fingerprint = decode.info.fingerprint
@@ -245,9 +256,12 @@ class TicketDesk:
         )
         account = prepared.routed.account
         tenant = None if account is None else account.name
-        self._open[message.request_id] = _Open(
-            reserved, run, now + max(START_S, LEASE_S), most, tenant, now, prepared.prompt_tokens, kv_bytes
+        name = message.request_id
+        ends_at = now + max(START_S, LEASE_S)
+        self._open[name] = _Open(
+            reserved, run, nonce, ends_at, now + START_S, most, tenant, now, prepared.prompt_tokens, kv_bytes
         )
+        decode.open_tickets[nonce] = partial(self._end_call, name)
         return response
 
     def note(self, request: router_pb2.NoteDirectRequest, account: Account | None = None) -> bool:
@@ -261,7 +275,9 @@ class TicketDesk:
             Whether there is such a reservation of this tenant's, and the caller has its ticket.
         """
         reservation = self._open.get(request.request_id)
-        if reservation is None or reservation.tenant != (None if account is None else account.name):
+        if reservation is None or reservation.outcome:
+            return False
+        if reservation.tenant != (None if account is None else account.name):
             return False
         if not hmac.compare_digest(reservation.reserved.message.ticket.mac, request.ticket_mac):
             return False
@@ -274,17 +290,28 @@ class TicketDesk:
         if request.ended:
             if request.HasField("trace"):
                 self._dispatcher.metrics.observe_trace(reservation.bounded(request.trace, self._now()))
-            self._end(request.request_id, _outcome(request))
+            reservation.outcome = _outcome(request)
+            reservation.ends_at = reservation.expires_at
+            if reservation.call_ended or reservation.ends_at <= self._now():
+                self._end(request.request_id, reservation.outcome)
         return True
+
+    def _end_call(self, name: str) -> None:
+        """Record that the instance has ended the call of a ticket, so that it cannot be used any more."""
+        reservation = self._open[name]
+        reservation.call_ended = True
+        if reservation.outcome:
+            self._end(name, reservation.outcome)
 
     def expire(self) -> None:
         """End the reservations whose leases have expired."""
         now = self._now()
-        for name in [name for name, reservation in self._open.items() if reservation.ends_at <= now]:
-            self._end(name, "expired")
+        for name, reservation in [(name, x) for name, x in self._open.items() if x.ends_at <= now]:
+            self._end(name, reservation.outcome or "expired")
 
     def _end(self, name: str, outcome: str) -> None:
         reservation = self._open.pop(name)
+        reservation.reserved.placement.decode.open_tickets.pop(reservation.nonce, None)
         status = _CODES.get(outcome, outcome)
         try:
             reservation.reserved.end("ok" if status == "done" else status)
