@@ -40,7 +40,7 @@ class Pipelined(Noted):
     num_parsed = 0
     most_waiting = 0
     num_turns = 0
-    held = False
+    stopped = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -60,7 +60,7 @@ class Pipelined(Noted):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self.held |= self.flow.held
+        self.stopped |= self.flow.stopped
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_who_reads_no_answers_gets_few_requests_served(requests: tuple[bytes, ..
             data = b"".join(requests) * (sent // len(requests))
             sender = threading.Thread(target=client.sendall, args=(data + b"GET /health HTTP/1.0\r\n\r\n",))
             sender.start()
-            api.wait_until(lambda: bool(kind.made) and kind.made[0].flow.write_paused and kind.made[0].flow.held)
+            api.wait_until(lambda: bool(kind.made) and kind.made[0].flow.write_paused and kind.made[0].flow.stopped)
             connection = kind.made[0]
             assert connection.num_parsed < sent / 2
             received = rest(client)
@@ -187,7 +187,7 @@ def test_requests_of_one_read_are_served_in_turns_of_the_loop() -> None:
         (connection,) = kind.made
         assert connection.num_parsed == 301
         assert max(connection.turns.values()) <= 2  # a short body ends in one piece with the next head
-        assert connection.held
+        assert connection.stopped
 
 
 def test_a_request_that_comes_alone_waits_for_no_turn() -> None:
@@ -197,7 +197,7 @@ def test_a_request_that_comes_alone_waits_for_no_turn() -> None:
         for request in (*MIXED, chunked(blank, b"\r\n"), chunked(blank, b"x: y\r\n\r\n")):
             client.sendall(request)
             assert client.recv(65536).startswith(b"HTTP/1.1 ")
-        assert not kind.made[0].held
+        assert not kind.made[0].stopped
 
 
 def test_who_has_not_taken_the_answer_before_gets_no_other_and_is_cut_off() -> None:
@@ -214,7 +214,7 @@ def test_who_has_not_taken_the_answer_before_gets_no_other_and_is_cut_off() -> N
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_socket_of_a_client_that_reads_nothing_does_not_stay(stream: bool) -> None:
-    with Served(send_timeout_s=0.3) as api:
+    with Served(**{"stream_timeout_s" if stream else "send_timeout_s": 0.3}) as api:
         generate_much(api)
         with connect(api, buffer=4096) as client:
             client.sendall(post({"prompt": "def", "stream": stream, "max_tokens": 10**5}))

@@ -66,7 +66,8 @@ class HttpOptions:
         max_prompts: Most prompts of a completion request.
         max_sequences: Most sequences of a completion request, over all prompts.
         body_timeout_s: Seconds that a client has to send its request.
-        send_timeout_s: Seconds without reading after which a client's request is cancelled.
+        send_timeout_s: Seconds without reading after which a client is cut off.
+        stream_timeout_s: The same while a generation writes to it: its sequences would keep others waiting.
         request_timeout_s: Deadline of a generation, in seconds.
         cors_origins: Origins of web pages that may call.
         hosts: Hosts that requests may name; ``None``: any.
@@ -82,6 +83,7 @@ class HttpOptions:
     max_sequences: int = 1024
     body_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
+    stream_timeout_s: float = 10.0
     request_timeout_s: float = 600.0
     cors_origins: tuple[str, ...] = ()
     hosts: HostRule | None = None

@@ -644,22 +644,22 @@ class Crowd:
 class _ReadFlow(FlowControl):
     """Flow control of a connection that reads nothing more while it has requests that are not parsed yet."""
 
-    held = False
+    stopped = False
 
-    def hold(self) -> None:
-        """Pause reading until :meth:`release`, whoever resumes it."""
-        self.held = True
+    def stop_reading(self) -> None:
+        """Pause reading until :meth:`allow_reading`, even if something else resumes it."""
+        self.stopped = True
         self.pause_reading()
 
-    def release(self) -> None:
-        """Resume reading, if it was held."""
-        if self.held:
-            self.held = False
+    def allow_reading(self) -> None:
+        """Resume reading, if it was stopped."""
+        if self.stopped:
+            self.stopped = False
             self.resume_reading()
 
     def resume_reading(self) -> None:
-        """Resume reading, unless it is held."""
-        if not self.held:
+        """Resume reading, unless it is stopped."""
+        if not self.stopped:
             super().resume_reading()
 
 
@@ -825,7 +825,7 @@ class HttpProtocol(HttpToolsProtocol):
         num_parsed = self._num_parsed
         while self._unparsed:
             if self._num_parsed != num_parsed or self._has_enough():
-                self.flow.hold()
+                self.flow.stop_reading()
                 break
             piece = self._next_piece()
             self._head_bytes += len(piece)
@@ -835,7 +835,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(_find_refusal(error))
                 return
         else:
-            self.flow.release()
+            self.flow.allow_reading()
         self._continue()
         if self._in_head and self._head_timer is None:  # the rest of a head is still to come
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
@@ -974,7 +974,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Drop all further input, and answer the malformed request in turn."""
         self._refused = True
         self._unparsed = b""
-        self.flow.release()
+        self.flow.allow_reading()
         if self.transport.is_closing():
             return  # behind the last request that is answered
         if not self._in_body:
@@ -1062,11 +1062,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._watch_writes()
 
     def _watch_writes(self) -> None:
-        """Cut the client off if it takes nothing of what waits for it."""
+        """Cut the client off if it takes nothing of what waits for it: soon, if sequences wait for it as well."""
         if self._send_timer is None:
             self._untaken = self.transport.get_write_buffer_size()
             if self._untaken:
-                limit = self.handler.options.send_timeout_s
+                options = self.handler.options
+                streams = isinstance(self._serving, HttpExchange) and self._serving.on_flow is not None
+                limit = options.stream_timeout_s if streams else options.send_timeout_s
                 self._send_timer = self.loop.call_later(limit, self._check_writes)
 
     def _check_writes(self) -> None:
