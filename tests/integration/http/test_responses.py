@@ -397,9 +397,20 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
     assert counts[-1] == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "metadata", [{str(at): "" for at in range(17)}, {"k" * 65: ""}, {"k": "v" * 513}], ids=["many", "key", "value"]
+)
+def test_metadata_has_the_bounds_of_openai(served: Served, metadata: dict[str, str]) -> None:
+    with pytest.raises(openai.BadRequestError, match="metadata must have") as refused:
+        create(served, metadata=metadata)
+    assert refused.value.param == "metadata"
+    most = {f"{at:064}": "é" * 512 for at in range(16)}
+    assert create(served, metadata=most).metadata == most
+
+
 def test_only_so_many_large_responses_are_read_at_once(served: Served) -> None:
-    first = create(served, metadata={str(at): "x" * 3900 for at in range(1000)})
-    assert served.client.responses.retrieve(first.id).metadata == first.metadata
+    first = create(served, tools=[*TOOLS, {"type": "web_search", "search_context_size": "x" * 3_900_000}])
+    assert served.client.responses.retrieve(first.id).tools == first.tools
     request = f"GET /v1/responses/{first.id} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         states = []

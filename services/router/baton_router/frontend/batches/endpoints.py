@@ -26,9 +26,6 @@ from baton_router.frontend.batches.multipart import FormPart, MultipartParser, b
 from baton_router.frontend.batches.schemas import (
     ENDPOINTS,
     LEAST_KEPT_S,
-    MAX_KEY_CHARS,
-    MAX_METADATA,
-    MAX_VALUE_CHARS,
     MOST_KEPT_S,
     Batch,
     BatchErrors,
@@ -55,7 +52,7 @@ from baton_router.frontend.batches.store import (
 )
 from baton_router.frontend.http.middleware import account_of
 from baton_router.frontend.http.readers import Readers
-from baton_router.frontend.openai.schemas import invalid_field
+from baton_router.frontend.openai.schemas import check_metadata, invalid_field
 from baton_router.types import Account
 
 R = TypeVar("R", FileRecord, BatchRecord)
@@ -242,7 +239,7 @@ class BatchEndpoints:
             raise invalid_field("endpoint", f"must be one of {', '.join(ENDPOINTS)}, got {shown(body.endpoint)}")
         if body.completion_window != "24h":
             raise invalid_field("completion_window", f"must be 24h, got {shown(body.completion_window)}")
-        _check_metadata(body.metadata)
+        check_metadata(body.metadata)
         expiry = body.output_expires_after
         kept_s = KEEP_S if expiry is None else _kept_s(expiry, "output_expires_after", "output_expires_after.{}")
         file = await self._find(FileRecord, body.input_file_id, tenant, "input_file_id", "file")
@@ -430,17 +427,6 @@ def _kept_s(expiry: Mapping[str, Any], field: str, place: str) -> int:
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not LEAST_KEPT_S <= seconds <= MOST_KEPT_S:
         raise invalid_field(place.format("seconds"), f"must be {LEAST_KEPT_S} to {MOST_KEPT_S}, got {shown(seconds)}")
     return seconds
-
-
-def _check_metadata(metadata: dict[str, str] | None) -> None:
-    if metadata is None:
-        return
-    if len(metadata) > MAX_METADATA:
-        raise invalid_field("metadata", f"must have at most {MAX_METADATA} entries, got {len(metadata)}")
-    for name, value in metadata.items():
-        if len(name) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
-            bounds = f"names of at most {MAX_KEY_CHARS} and values of at most {MAX_VALUE_CHARS} characters"
-            raise invalid_field("metadata", f"must have {bounds}: {shown(name)}")
 
 
 def _page(idents: Sequence[str], query: Mapping[str, str], default: int, most: int) -> tuple[list[str], bool]:

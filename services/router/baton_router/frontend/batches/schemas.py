@@ -7,15 +7,12 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from baton_router.frontend.openai.schemas import STRING, Body, object_schema, or_null
+from baton_router.frontend.openai.schemas import METADATA_SCHEMA, Body, object_schema, or_null
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints that batches may name."""
 LEAST_KEPT_S = 3600
 MOST_KEPT_S = 30 * 24 * 3600
-MAX_METADATA = 16
-MAX_KEY_CHARS = 64
-MAX_VALUE_CHARS = 512
 _EXPIRY = object_schema(
     {
         "anchor": {"const": "created_at"},
@@ -35,14 +32,7 @@ class CreateBatchBody(Body, kw_only=True):
     described: ClassVar[Mapping[str, Any]] = {
         "endpoint": {"enum": list(ENDPOINTS)},
         "completion_window": {"const": "24h"},
-        "metadata": or_null(
-            {
-                "type": "object",
-                "maxProperties": MAX_METADATA,
-                "propertyNames": {"maxLength": MAX_KEY_CHARS},
-                "additionalProperties": {**STRING, "maxLength": MAX_VALUE_CHARS},
-            }
-        ),
+        "metadata": METADATA_SCHEMA,
         "output_expires_after": or_null(_EXPIRY),
     }
 

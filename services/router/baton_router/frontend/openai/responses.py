@@ -32,11 +32,13 @@ from baton_router.frontend.openai.response_logprobs import LogprobAligner, event
 from baton_router.frontend.openai.response_store import ResponseStore
 from baton_router.frontend.openai.response_tools import TOOLS_SCHEMA, ResponseTools, call_of_item, custom_input
 from baton_router.frontend.openai.schemas import (
+    METADATA_SCHEMA,
     STRING,
     STRING_OR_NULL,
     Body,
     Outside,
     array_schema,
+    check_metadata,
     ignored_fields,
     invalid_field,
     object_schema,
@@ -97,7 +99,11 @@ class ResponsesBody(Body, kw_only=True):
         {"service_tier": ("auto", "default"), "stream_options": ({"include_obfuscation": False}, {})},
     )
 
-    described: ClassVar[Mapping[str, Any]] = {"input": _INPUT, "tools": or_null(TOOLS_SCHEMA)}
+    described: ClassVar[Mapping[str, Any]] = {
+        "input": _INPUT,
+        "tools": or_null(TOOLS_SCHEMA),
+        "metadata": METADATA_SCHEMA,
+    }
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -210,6 +216,7 @@ def read_response(
         store: Store of earlier responses.
         ignored: Fields without effect; more are appended.
     """
+    check_metadata(body.metadata)
     for name, (acting, silent) in _NESTED.items():
         nested = getattr(body, name) or {}
         for key, item in nested.items():

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from baton.dialects.tool_use import MAX_TOOLS
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, shown
 from baton.types import MAX_LOGPROBS, RANGES
 from baton_router.frontend.http.middleware import plain_name
 from baton_router.processor.text_request import MAX_MESSAGES, MAX_STOP_STRINGS, ROLES
@@ -329,6 +329,36 @@ class DetokenizeBody(Body, kw_only=True):
 def invalid_field(field: str, problem: str) -> InvalidRequestError:
     """Return the error for a field; its message begins with the field's name."""
     return InvalidRequestError(f"{field} {problem}", field=field)
+
+
+_MAX_METADATA = 16
+_MAX_KEY_CHARS = 64
+_MAX_VALUE_CHARS = 512
+METADATA_SCHEMA = or_null(
+    {
+        "type": "object",
+        "maxProperties": _MAX_METADATA,
+        "propertyNames": {"maxLength": _MAX_KEY_CHARS},
+        "additionalProperties": {**STRING, "maxLength": _MAX_VALUE_CHARS},
+    }
+)
+"""Labels of what is kept, as many and as long as OpenAI takes."""
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Check labels of what is kept.
+
+    Raises:
+        InvalidRequestError: There are too many, or one is too long.
+    """
+    if metadata is None:
+        return
+    if len(metadata) > _MAX_METADATA:
+        raise invalid_field("metadata", f"must have at most {_MAX_METADATA} entries, got {len(metadata)}")
+    for name, value in metadata.items():
+        if len(name) > _MAX_KEY_CHARS or len(value) > _MAX_VALUE_CHARS:
+            bounds = f"names of at most {_MAX_KEY_CHARS} and values of at most {_MAX_VALUE_CHARS} characters"
+            raise invalid_field("metadata", f"must have {bounds}: {shown(name)}")
 
 
 def parse_body(cls: type[B], value: Any) -> B:
