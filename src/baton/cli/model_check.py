@@ -11,7 +11,7 @@ from baton.config.worker import BUILT_IN_DRAFTERS
 from baton.errors import ConfigError
 from baton.kv_cache.shards import head_range, layer_range
 from baton.plugins import installed_plugins
-from baton.tokenizer.model_files import check_model_config, read_eos_token_ids, read_json
+from baton.tokenizer.model_files import check_model_config, check_model_path, read_eos_token_ids, read_json
 from baton.tokenizer.weight_files import weight_files
 
 _DEVICE = re.compile(r"cpu|interpret|cuda(:\d+)?(,cuda:\d+)*")
@@ -36,6 +36,7 @@ def check_engine(config: EngineConfig) -> None:
         raise ConfigError(message, field="speculative")
     folder = Path(config.model).expanduser()
     if folder.exists():
+        check_model_path(folder)
         _check_folder(folder, config)
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.config.files import open_regular
 from baton.errors import ConfigError, shown
 from baton.gguf import is_gguf, open_gguf
 
@@ -88,11 +89,20 @@ def check_model_path(path: str | Path) -> None:
     """Check that a path is a directory or a GGUF file, or may be a hub name.
 
     Raises:
-        ConfigError: It is none of them.
+        ConfigError: It is none of them, or something in the directory is a pipe or a device, which does not end.
     """
     local = Path(path).expanduser()
     name = str(path)
-    if local.is_dir() or is_gguf(local):
+    if local.is_dir():
+        try:
+            items = list(local.iterdir())
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {error.strerror}", field="model") from error
+        for item in items:
+            if item.exists() and not (item.is_file() or item.is_dir()):
+                raise ConfigError(f"{item} is no regular file", field="model")
+        return
+    if is_gguf(local):
         return
     if local.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{name} is neither a directory with a model in it nor a GGUF file", field="model")
@@ -110,7 +120,8 @@ def read_file(path: Path) -> bytes | None:
     if path.parent.is_file():
         return open_gguf(path.parent).read(path.name)
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os.path
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config.files import open_regular
 from baton.errors import ConfigError, shown
 from baton.gguf import open_gguf
 from baton.tokenizer.model_files import read_json
@@ -66,8 +67,8 @@ def read_header(path: Path) -> WeightFile:
         ConfigError: The file cannot be read, is truncated or no safetensors file.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise ConfigError(f"{path}: not a safetensors file, or truncated ({size} bytes)", field="model")

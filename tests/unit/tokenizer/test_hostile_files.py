@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -45,6 +47,22 @@ def test_a_configuration(tmp_path: Path, changes: dict[str, object], field: str)
     for check in (check_engine, load_model):
         with pytest.raises(ConfigError, match=rf"config\.json: {field}"):
             check(config)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "model.safetensors"]
+)
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    shutil.copytree(MODEL, tmp_path / "m")
+    file = tmp_path / "m" / name
+    config = EngineConfig(model=str(tmp_path / "m"), device="cpu", dtype="float32")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        file.unlink(missing_ok=True)
+        make(file)
+        for check in (check_engine, load_model, lambda config: Tokenizer.load(config.model)):
+            with pytest.raises(ConfigError, match=rf"m/{re.escape(name)}.* no regular file") as caught:
+                check(config)
+            assert caught.value.field == "model"
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, "x", [1, "2"], [[1]], 1.5, True])
