@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,11 +184,28 @@ async def test_a_clients_trace_counts_no_more_than_its_request_can_have(world: W
             request_id=placed.request_id, ticket_mac=placed.ticket.mac, num_tokens=3, ended=True, trace=trace
         )
         assert (await router_stub.NoteDirect(notice)).known
+        placed = (await router_stub.Route(router_pb2.RouteRequest(direct=asked))).direct.request
+        trace = common_pb2.RequestTrace(path=77, pipe="invented", local_reason="invented: x", kv_bytes=1)  # type: ignore[arg-type]
+        notice = router_pb2.NoteDirectRequest(
+            request_id=placed.request_id, ticket_mac=placed.ticket.mac, ended=True, trace=trace
+        )
+        assert (await router_stub.NoteDirect(notice)).known
+    assert "invented" not in (await world.http.get("/metrics")).text
+    assert await world.metric('kv_bytes_total{pipe="other"}') == 1
+    assert await world.metric('prefill_path_total{path="unknown",pipe="other",reason="other"}') == 1
     for source in ("cached", "transferred", "recomputed"):
         assert await world.metric(f'prompt_tokens_total{{source="{source}"}}') <= len(PROMPT)
     assert 0 < await world.metric('kv_bytes_total{pipe="tcp"}') < 10**6
     assert await world.metric('transfer_seconds_sum{pipe="tcp"}') < 600
     assert await world.metric("failed_prefills_total") <= 16
+
+
+def test_the_documented_reasons_are_known() -> None:
+    table = Path("docs/metrics.md").read_text().partition("### local_reason")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    assert len(names) > 5
+    assert names <= ticket.LOCAL_REASONS
 
 
 async def test_a_ticket_in_another_tenants_hands_ends_nothing(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2, router_pb2
 from baton.background import keep_running
+from baton.config.pipes import BUILT_IN
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
+from baton.rpc.convert import path_from_pb
 from baton.rpc.ticket import Bearer, sign
 from baton_router.metrics import Counter, GaugeFunction
 from baton_router.processor.input_processor import InputProcessor
@@ -47,6 +49,16 @@ _CODES = {
     "expired": "cancelled",  # a client without notices has ended its stream, too
 }
 """Codes of direct requests' outcomes in the metrics of all requests."""
+
+_PIPES = frozenset(BUILT_IN) | {"files", "mooncake", "redis"}
+LOCAL_REASONS = frozenset(
+    {
+        *("short", "cached", "no_candidates", "adapter", "prompt_logprobs", "unreadable", "connector"),
+        *("prefill_busy", "prefill_failed", "lease_over", "reuse_failed"),
+        *("store_miss", "store_failed", "store_resting"),
+    }
+)
+"""Names that a client's trace may add to the metrics of all tenants."""
 
 
 class _DirectRun:
@@ -144,9 +156,9 @@ class _Open:
         """Return a client's trace with no more than such a request can have: it counts in metrics of all tenants."""
         most = self.prompt_tokens
         return common_pb2.RequestTrace(
-            path=trace.path,
-            pipe=trace.pipe,
-            local_reason=trace.local_reason,
+            path=trace.path if path_from_pb(trace.path) else common_pb2.PREFILL_PATH_UNSPECIFIED,
+            pipe=_known(trace.pipe, _PIPES),
+            local_reason=_known(trace.local_reason.partition(":")[0], LOCAL_REASONS),
             cached_tokens=min(trace.cached_tokens, most),
             transferred_tokens=min(trace.transferred_tokens, most),
             recomputed_tokens=min(trace.recomputed_tokens, most),
@@ -323,6 +335,10 @@ class TicketDesk:
         while True:
             await asyncio.sleep(_TICK_S)
             self.expire()
+
+
+def _known(name: str, names: frozenset[str]) -> str:
+    return name if not name or name in names else "other"
 
 
 def _outcome(notice: router_pb2.NoteDirectRequest) -> str:
