@@ -362,18 +362,19 @@ def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param
 def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
     monkeypatch.setattr(response_store, "MAX_BYTES", 8000)
+    monkeypatch.setattr(response_store, "MAX_ENTRY_BYTES", 1000)
     monkeypatch.setattr(response_store, "MAX_TOTAL_BYTES", 12000)
     counts: list[tuple[int, int]] = []
     store = ResponseStore(lambda *count: counts.append(count))
     mine, other = (cast(Account, SimpleNamespace(name=name)) for name in ("mine", "other"))
 
     def body(size: int) -> dict[str, Any]:
-        return {"output": [], "x": "x" * (size - len('{"output":[],"x":""}'))}
+        return {"output": [], "x": "x" * (size - len('{"x":""}'))}
 
     for at in range(5):
-        store.add(mine, f"r{at}", [{"role": "user", "content": str(at)}], {"output": []})
+        store.add(mine, f"r{at}", [{"role": "user", "content": str(at)}], {"output": [], "x": at})
     assert store.messages(mine, "r4") == [{"role": "user", "content": "4"}]
-    assert json.loads(store.body(mine, "r4")) == {"output": []}
+    assert json.loads(store.body(mine, "r4")) == {"output": [], "x": 4}
     for account, ident in ((mine, "r1"), (other, "r4"), (None, "r4")):
         for call in (store.messages, store.body, store.delete):
             with pytest.raises(NotFoundError, match="no response"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -129,10 +130,10 @@ class GrammarCache:
             self._metrics.requests.labels(_label(grammar.kind)).inc()
             if key not in self._cached:
                 self._cached[key] = grammar
-                self._bytes += len(key[1]) + len(grammar.text)
+                self._bytes += sys.getsizeof(key[1]) + sys.getsizeof(grammar.text)
             while self._cached and (len(self._cached) > MAX_GRAMMARS or self._bytes > MAX_BYTES):
                 (_, old_key), old = self._cached.popitem(last=False)
-                self._bytes -= len(old_key) + len(old.text)
+                self._bytes -= sys.getsizeof(old_key) + sys.getsizeof(old.text)
         return grammar, seconds
 
     def close(self) -> None:

@@ -160,7 +160,8 @@ def begin_record(prepared: PreparedRequest, clock: GenerationClock, log: Decisio
     request = prepared.request
     routed = prepared.routed
     record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
-    record.grammar = routed.sampling.grammar
+    grammar = routed.sampling.grammar
+    record.grammar = str(grammar) if grammar is not None else ""  # not its text: a thousand records are remembered
     if request.tool_use.mode != "none":
         record.tools = str(request.tool_use)
     record.thinking_budget = request.thinking_budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -28,6 +28,15 @@ class TenantTurns:
         self._per_tenant = per_tenant or slots
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a turn of a tenant for work on the event loop; the next one is not in the same turn of the loop."""
+        await self.acquire(tenant)
+        try:
+            yield
+        finally:
+            asyncio.get_running_loop().call_soon(self.release, tenant)
 
     async def acquire(self, tenant: str) -> None:
         """Wait for a turn; give it back with :meth:`release`."""

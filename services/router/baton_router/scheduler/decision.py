@@ -21,7 +21,7 @@ import msgspec
 
 from baton.api.v1 import common_pb2, router_pb2
 from baton.rpc.convert import path_to_pb, role_to_pb
-from baton.types import Grammar, PrefillPath, Role
+from baton.types import PrefillPath, Role
 from baton_router.scheduler.policy import Choice, FloatArray, Ratings, Side, best_option, relative_loads
 
 RUNNING = "running"
@@ -267,7 +267,7 @@ class DecisionRecord(msgspec.Struct):
         kept: Whether it is still among the remembered requests.
         numbers: Approximate count of numbers in its decisions.
         direct: Whether its client gets the tokens from the decode instance directly.
-        grammar: Kind and digest of the grammar that its answer follows; ``None``: none.
+        grammar: Kind and digest of the grammar that its answer follows; empty: none.
         tools: Description of the tools that it may or must call; empty: none.
         thinking_budget: Maximum number of reasoning tokens; ``None``: unlimited.
     """
@@ -284,7 +284,7 @@ class DecisionRecord(msgspec.Struct):
     kept: bool = True
     numbers: int = 0
     direct: bool = False
-    grammar: Grammar | None = None
+    grammar: str = ""
     tools: str = ""
     thinking_budget: int | None = None
 

@@ -12,6 +12,7 @@ The mask wins over everything else that chooses tokens. What contradicts it mean
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -551,7 +552,7 @@ class GrammarCompiler:
             self.refused += 1
             raise
         key = (owner, grammar.digest)
-        size = len(grammar.text)
+        size = sys.getsizeof(grammar.text)
         with self._lock:
             self.compiled += 1
             self.compile_seconds += time.perf_counter() - started

@@ -124,7 +124,7 @@ def test_explanation_of_grammar_tools_and_reasoning() -> None:
     log = DecisionLog()
     record = log.begin("r", 100)
     log.placed("r", decide())
-    record.grammar, record.thinking_budget = Grammar("tools", "start: TEXT"), 32
+    record.grammar, record.thinking_budget = str(Grammar("tools", "start: TEXT")), 32
     names = [f"tool_{at}" for at in range(12)]
     record.tools = str(read_tools([{"function": {"name": name}} for name in names], "required", False))
     told = explanation(record)

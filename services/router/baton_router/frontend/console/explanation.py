@@ -56,7 +56,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "placements": len(record.placements),
         "migrations": trace.num_migrations,
         "direct": record.direct,
-        "grammar": str(record.grammar) if record.grammar is not None else None,
+        "grammar": record.grammar or None,
         "tools": record.tools or None,
         "thinking_budget": record.thinking_budget,
     }
@@ -170,7 +170,7 @@ def _why(record: DecisionRecord) -> list[str]:
         lines.append(f"after {1000 * after_s:.1f} ms it was placed again, on {decision.decode_instance}")
     if record.direct:
         lines.append("its client received the tokens from the decode instance itself, and reported them (direct mode)")
-    if record.grammar is not None:
+    if record.grammar:
         lines.append(f"its answer is held to a grammar: {record.grammar}")
     if record.tools:
         lines.append(f"its tools are {record.tools}")

@@ -24,6 +24,8 @@ _MIN_BODY_BYTES = 4 << 20
 _BYTES_PER_TOKEN = 64
 INLINE_BYTES = 256 * 1024
 """Longest body that is decoded on the event loop, in bytes."""
+SMALL_BYTES = 16 * 1024
+"""Longest body that is served as soon as it is there. Of longer ones one is decoded and parsed per turn of the loop."""
 MAX_DEPTH = 200
 """Deepest nesting of a body; the rest of what orjson can write is for the objects around it."""
 _ORJSON_DEPTH = 254

@@ -36,6 +36,7 @@ from baton_router.dispatch.interface import Running
 from baton_router.frontend.http.bodies import (
     INLINE_BYTES,
     MAX_BODY_BYTES,
+    SMALL_BYTES,
     BodyBudget,
     BodyDecoder,
     decode_json,
@@ -57,7 +58,7 @@ from baton_router.frontend.openai.schemas import (
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk
-from baton_router.processor.turns import TurnThreads
+from baton_router.processor.turns import TenantTurns, TurnThreads
 from baton_router.scheduler.decision import Decision
 from baton_router.types import Account
 
@@ -283,6 +284,7 @@ class PostEndpoints:
         self.deadlines = Deadlines(options.request_timeout_s)
         self.budget = BodyBudget()
         self._decoder = BodyDecoder()
+        self._turns = TenantTurns(1)
         self.encoders = TurnThreads(2, "answer encoder", "large answers encoded", per_tenant=1)
         self.num_logprobs = 0
         self._endpoints = endpoints
@@ -328,17 +330,23 @@ class PostEndpoints:
         if len(body) > INLINE_BYTES:
             self._begin(exchange, self._serve_large(exchange, endpoint, body))
             return
+        if len(body) > SMALL_BYTES:
+            self._begin(exchange, self._serve_in_turn(exchange, endpoint, body))
+            return
         try:
             value = decode_json(body)
             exchange.close_body()
-            if isinstance(endpoint, PlainEndpoint):
+            if _refers_to_stored(value):
+                self._begin(exchange, self._serve_in_turn(exchange, endpoint, value))
+            elif isinstance(endpoint, PlainEndpoint):
                 self._begin(exchange, self._serve_plain(exchange, endpoint, value))
-                return
-            generation = self._generation(exchange, endpoint, value)
+            else:
+                self._prepare(exchange, endpoint, value)
         except Exception as error:
             self.refuse(exchange, error)
-        else:
-            self.steps.schedule(PREPARE, Generation.prepare, generation)
+
+    def _prepare(self, exchange: Exchange, endpoint: GenerationEndpoint, value: Any) -> None:
+        self.steps.schedule(PREPARE, Generation.prepare, self._generation(exchange, endpoint, value))
 
     def _generation(self, exchange: Exchange, endpoint: GenerationEndpoint, value: Any) -> Generation:
         request = endpoint.parse(value, exchange.account)
@@ -353,17 +361,36 @@ class PostEndpoints:
             with self.processor.charge(exchange.account, len(body) / _BYTES_PER_TOKEN) as charge:
                 value = await self._decoder.decode(exchange.tenant, body)
                 exchange.close_body()
-                generation = None
-                if not isinstance(endpoint, PlainEndpoint):
-                    generation = self._generation(exchange, endpoint, value)
+                async with self._turns.turn(exchange.tenant):
+                    if not isinstance(endpoint, PlainEndpoint):
+                        self._prepare(exchange, endpoint, value)
                 charge.drop()  # what follows is counted by itself
         except Exception as error:
             self.refuse(exchange, error)
             return
-        if generation is not None:
-            self.steps.schedule(PREPARE, Generation.prepare, generation)
-        elif isinstance(endpoint, PlainEndpoint):
+        if isinstance(endpoint, PlainEndpoint):
             await self._serve_plain(exchange, endpoint, value)
+
+    async def _serve_in_turn(
+        self, exchange: Exchange, endpoint: GenerationEndpoint | PlainEndpoint, body: bytes | bytearray | Any
+    ) -> None:
+        """Serve a request whose body, encoded or not, takes milliseconds to parse: one per turn of the event loop.
+
+        So others wait for one of them, however many come at once.
+        """
+        try:
+            async with self._turns.turn(exchange.tenant):
+                value = body
+                if isinstance(body, bytes | bytearray):
+                    value = decode_json(body)
+                    exchange.close_body()
+                if not isinstance(endpoint, PlainEndpoint):
+                    self._prepare(exchange, endpoint, value)
+        except Exception as error:
+            self.refuse(exchange, error)
+            return
+        if isinstance(endpoint, PlainEndpoint):
+            await self._serve_plain(exchange, endpoint, value)  # its own parsing is in this turn, too
 
     def _begin(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         task = create_task(
@@ -415,6 +442,11 @@ class PostEndpoints:
         check_strict(ignored, self.options.strict_fields)
         self.metrics.count_ignored(ignored)
         return f"x-baton-ignored-fields: {header_value(ignored)}\r\n".encode("latin-1")
+
+
+def _refers_to_stored(value: Any) -> bool:
+    """Whether a body goes on with a stored conversation, which may be of any length."""
+    return isinstance(value, dict) and bool(value.get("previous_response_id") or value.get("thread"))
 
 
 class Generation:

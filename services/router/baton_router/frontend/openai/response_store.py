@@ -19,21 +19,25 @@ from baton_router.types import Account
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 1024 * 1024
 """Of each account."""
+MAX_ENTRY_BYTES = 4 * 1024 * 1024
+"""Of one response: a request that goes on with it has it decoded on the event loop."""
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
 MAX_READERS = 16
 _MAX_LISTED = 100
 
 
 class _Kept(NamedTuple):
+    """What is stored of a response, encoded: who reads it has it put together from pieces, not decoded."""
+
     conversation: bytes
     body: bytes | None
-    inputs: bytes
+    inputs: Sequence[tuple[str, bytes]]
     outputs: Mapping[str, bytes]
 
     @property
     def size(self) -> int:
-        items = sum(len(ident) + len(item) for ident, item in self.outputs.items())
-        return len(self.conversation) + len(self.body or b"") + len(self.inputs) + items
+        items = sum(len(ident) + len(item) for ident, item in [*self.inputs, *self.outputs.items()])
+        return len(self.conversation) + len(self.body or b"") + items
 
 
 def _encode(value: Any) -> bytes:
@@ -65,7 +69,7 @@ class ResponseStore:
         body: Mapping[str, Any] | None = None,
         inputs: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Store a response, unless it takes more than an eighth of an account's bytes.
+        """Store a response, unless it takes more than ``MAX_ENTRY_BYTES``.
 
         Args:
             account: Account of the request; ``None`` without API keys.
@@ -75,10 +79,12 @@ class ResponseStore:
             inputs: Items of the response's input.
         """
         outputs = {item["id"]: _encode(item) for item in body["output"]} if body is not None else {}
-        rest = _encode({**body, "output": []}) if body is not None else None
-        entry = _Kept(_encode(conversation), rest, _encode(inputs) if inputs else b"", outputs)
+        rest = None
+        if body is not None:
+            rest = _encode({name: item for name, item in body.items() if name != "output"})
+        entry = _Kept(_encode(conversation), rest, [(item["id"], _encode(item)) for item in inputs], outputs)
         owner = _owner(account)
-        if entry.size > MAX_BYTES // 8:
+        if entry.size > MAX_ENTRY_BYTES:
             return
         kept = self._kept.setdefault(owner, OrderedDict())
         kept[ident] = entry
@@ -137,9 +143,8 @@ class ResponseStore:
             NotFoundError: The account has no such response, or not any more.
         """
         kept = self._find(account, ident, "response_id")
-        body = orjson.loads(kept.body or b"")
-        body["output"] = [orjson.Fragment(item) for item in kept.outputs.values()]
-        return orjson.dumps(body)
+        assert kept.body is not None  # a thread's is not found
+        return b'%b,"output":[%b]}' % (kept.body[:-1], b",".join(kept.outputs.values()))
 
     def delete(self, account: Account | None, ident: str) -> None:
         """Delete a response.
@@ -167,7 +172,7 @@ class ResponseStore:
         """Serve ``GET`` of ``/v1/responses/{response_id}/input_items``."""
         ident = request.path_params["response_id"]
         self._readers.check(_owner(account_of(request)))
-        items = orjson.loads(self._find(account_of(request), ident, "response_id").inputs or b"[]")
+        items = list(self._find(account_of(request), ident, "response_id").inputs)
         query = request.query_params
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -178,13 +183,14 @@ class ResponseStore:
         if order == "desc":
             items.reverse()
         if "after" in query:
-            places = [at for at, item in enumerate(items) if item["id"] == query["after"]]
+            places = [at for at, (item_id, _) in enumerate(items) if item_id == query["after"]]
             if not places:
                 raise NotFoundError(f"after: there is no item {shown(query['after'])} in it", field="after")
             items = items[places[0] + 1 :]
         page = items[: int(limit)]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
-        answer = {"object": "list", "data": page, **ends, "has_more": len(items) > len(page)}
+        ends = {"first_id": page[0][0], "last_id": page[-1][0]} if page else {"first_id": "", "last_id": ""}
+        data = [orjson.Fragment(item) for _, item in page]
+        answer = {"object": "list", "data": data, **ends, "has_more": len(items) > len(page)}
         return self._readers.whole(orjson.dumps(answer), _owner(account_of(request)))
 
     async def cancel(self, request: Request) -> Response:
