@@ -21,7 +21,8 @@ import uvicorn
 from baton.background import create_task
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
-from baton.rpc.auth import HostRule, is_loopback, require_safe_bind
+from baton.rpc.addresses import is_loopback, join_address
+from baton.rpc.auth import HostRule, require_safe_bind
 from baton.rpc.server import PENDING_CALLS, WINDOW, GrpcServer, require_free_port
 from baton.rpc.service_token import Token, read_token
 from baton.rpc.ticket import read_ticket_key
@@ -396,12 +397,10 @@ class RouterApp:
             self._web.batches.start()
         await self._grpc.set_serving(True)
         log.info(
-            "serving %s=%s:%d grpc=%s:%d policy=%s prefill=%d decode=%d",
+            "serving %s=%s grpc=%s policy=%s prefill=%d decode=%d",
             "http" if self._credentials.https is None else "https",
-            self._config.host,
-            self.http_port,
-            self._config.host,
-            self.grpc_port,
+            join_address(self._config.host, self.http_port),
+            join_address(self._config.host, self.grpc_port),
             self._config.policy,
             len(self._config.prefill),
             len(self._config.decode),
@@ -581,5 +580,5 @@ def listen(host: str, port: int) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
+        raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror}", field="port") from error
     return sock

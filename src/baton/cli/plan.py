@@ -31,8 +31,7 @@ from baton.config.router import RouterConfig
 from baton.config.secrets import flags_with_passwords
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
-from baton.rpc.addresses import join_address
-from baton.rpc.auth import is_loopback
+from baton.rpc.addresses import is_loopback, join_address
 from baton.rpc.server import free_ports
 from baton.tokenizer.model_files import check_model_path
 from baton.worker.process import add_config_flags

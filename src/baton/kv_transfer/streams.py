@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import itertools
 import math
 import os
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from baton.errors import CancelledError, ConfigError, DeadlineError, PipeClosedError, UnauthenticatedError
+from baton.rpc.addresses import is_loopback
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
@@ -562,7 +562,7 @@ def bind_tcp(host: str, port: int, token: Token | None, *, safe: bool = False) -
     Raises:
         ConfigError: No token off loopback, or the address cannot be bound.
     """
-    if token is None and not safe and not _is_loopback(host):
+    if token is None and not safe and not is_loopback(host):
         raise ConfigError(f"listening on {host} needs a shared token: only loopback goes without", field="token")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
@@ -673,12 +673,3 @@ def connect_unix(name: str, wait: Wait) -> Stream:
             raise PipeClosedError(f"@{name} did not answer") from error
         raise PipeClosedError(f"cannot connect to @{name}: {error.strerror or error}") from error
     return Stream(sock, peer=f"@{name}")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import ssl
 
@@ -19,6 +20,16 @@ _REASONS: tuple[tuple[type[BaseException], str], ...] = (
 def join_address(host: str, port: int) -> str:
     """Write ``host:port``, IPv6 hosts in brackets."""
     return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, IPv6 with or without brackets, can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def connection_reason(error: BaseException | None) -> str:

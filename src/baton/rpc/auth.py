@@ -17,20 +17,11 @@ from baton.config.kvstore import KVStoreConfig
 from baton.config.pipes import clear_pipes
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError, PermissionDeniedError
+from baton.rpc.addresses import is_loopback
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
 HEADER = "authorization"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address can be reached from this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def require_safe_bind(host: str, token: Token | None, tls: Tls | None = None) -> None:

@@ -29,8 +29,9 @@ from baton.errors import (
     UnavailableError,
     all_errors,
 )
+from baton.kv_transfer.streams import bind_tcp
 from baton.rpc import server as rpc_server
-from baton.rpc.auth import is_loopback
+from baton.rpc.addresses import is_loopback
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import DETAILS_KEY, from_rpc_error
 from baton.rpc.http2.connection import FRAME, PREFACE, SETTINGS
@@ -265,10 +266,17 @@ async def test_a_port_in_use_is_one_clear_error():
 
 
 @pytest.mark.parametrize(
-    ("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)]
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("::1", True), ("[::1]", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
 )
 def test_off_loopback_needs_a_token(host, loopback):
     assert is_loopback(host) is loopback
+    try:
+        bind_tcp(host, 0, None).close()
+        refused = False
+    except ConfigError as error:  # of the host: this machine has no IPv6
+        refused = error.field == "token"
+    assert refused is not loopback
     if not loopback:
         with pytest.raises(ConfigError) as caught:
             GrpcServer(host=host, port=0, services=[SERVICE])
