@@ -66,6 +66,18 @@ async def test_a_stream_that_moved_shows_both_placements(watched: Watched) -> No
     assert any("placed again" in line for line in told["why"])
 
 
+async def test_an_answer_is_found_by_its_own_id_beside_that_of_the_client(watched: Watched) -> None:
+    await watched.complete("other")
+    body = {"prompt": [1, 2, 3], "max_tokens": 3, "request_id": "mine"}
+    answer = await watched.http.post("/v1/completions", json=body, headers={"x-request-id": "header"})
+    told = [
+        await watched.get(f"/debug/decisions/{name}")
+        for name in ("mine", answer.json()["id"], answer.headers["x-request-id"])
+    ]
+    assert told[0]["id"].startswith("mine-")
+    assert [each["id"] for each in told] == [told[0]["id"]] * 3
+
+
 async def test_what_was_refused_is_remembered_too(watched: Watched) -> None:
     for worker in watched.workers[1:]:
         await worker.stop()

@@ -206,7 +206,7 @@ class InputProcessor:
         with self._admission.charge(account, tokens) as charge:
             yield charge
 
-    async def prepare(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest:
+    async def prepare(self, request: TextRequest, *, fallback_id: str = "") -> PreparedRequest:
         """Check and tokenize a request.
 
         Args:
@@ -250,7 +250,7 @@ class InputProcessor:
         charge.work += TOKENS_PER_CPU_S * seconds
         return grammar
 
-    def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
+    def prepare_now(self, request: TextRequest, *, fallback_id: str = "") -> PreparedRequest | None:
         """Do what :meth:`prepare` does, without waiting.
 
         ``None`` if the tokenizer is not loaded, the text is long, or the request has a grammar that is not cached.
@@ -303,7 +303,7 @@ class InputProcessor:
             sampling.grammar = request.answer_grammar
         routed = RoutedRequest(
             # Clients reuse ids, as in a retry while the first try still runs; instances need unique ones.
-            request_id=RequestId(f"{request.request_id or fallback_id}-{secrets.token_hex(16)}"),
+            request_id=RequestId(f"{request.request_id or fallback_id or 'gen'}-{secrets.token_hex(16)}"),
             prompt_token_ids=ids,
             sampling=sampling,
             cache_salt=request.cache_salt,
@@ -319,7 +319,8 @@ class InputProcessor:
             span=self._span(request, info, arrived),
         )
         stops = StopStrings(sampling.stop) if sampling.stop else None
-        prepared = PreparedRequest(request, routed, info, text_model, stops)
+        answer_id = fallback_id if request.request_id else ""
+        prepared = PreparedRequest(request, routed, info, text_model, stops, answer_id=answer_id)
         if request.parsed:
             prepared.anchors = self.dialects.anchors(text_model)
             if prepared.parser() is not None:

@@ -185,6 +185,7 @@ class PreparedRequest(msgspec.Struct):
         stops: Stop strings, if there are any.
         anchors: Dialects of the model, if its text is parsed.
         shown: Special tokens that the dialects use.
+        answer_id: Identifier of the answer, if the caller gave the request another; else empty.
     """
 
     request: TextRequest
@@ -194,6 +195,7 @@ class PreparedRequest(msgspec.Struct):
     stops: StopStrings | None
     anchors: TokenAnchors | None = None
     shown: frozenset[int] = frozenset()
+    answer_id: str = ""
 
     @property
     def prompt_tokens(self) -> int:

@@ -270,6 +270,7 @@ class DecisionRecord(msgspec.Struct):
         grammar: Kind and digest of the grammar that its answer follows; empty: none.
         tools: Description of the tools that it may or must call; empty: none.
         thinking_budget: Maximum number of reasoning tokens; ``None``: unlimited.
+        answer_id: Identifier of the answer, if the caller gave the request another; else empty.
     """
 
     request_id: str
@@ -287,6 +288,7 @@ class DecisionRecord(msgspec.Struct):
     grammar: str = ""
     tools: str = ""
     thinking_budget: int | None = None
+    answer_id: str = ""
 
     @property
     def decision(self) -> Decision | None:
@@ -294,10 +296,13 @@ class DecisionRecord(msgspec.Struct):
         return self.placements[-1][1] if self.placements else None
 
     def is_named(self, name: str) -> bool:
-        """Whether a client or a log uses this name for it: its whole id, the answer's ``id``, or ``x-request-id``."""
+        """Whether this is its whole id, the one that its client gave, its answer's ``id``, or ``x-request-id``."""
         if name == self.request_id:
             return True
-        answer = self.request_id.rpartition("-")[0]
+        own = self.request_id.rpartition("-")[0]
+        if name == own:
+            return True
+        answer = self.answer_id or own
         prefix, _, http_id = answer.partition("-")
         if prefix.startswith("resp_"):  # the unguessable id of a response, and the client's name for it
             return name in (answer, prefix, http_id)
