@@ -417,3 +417,16 @@ async def test_a_tenant_without_room_starts_no_batch(store: BatchStore) -> None:
 async def test_it_may_be_closed_again(store: BatchStore) -> None:
     """The fixture closes it once more."""
     await store.close()
+
+
+async def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "batches"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="others could change what is in") as caught:
+        SqliteBatchStore(folder)
+    assert caught.value.field == "batch_store"
+    assert not list(folder.iterdir())
+    folder.chmod(0o700)
+    (tmp_path / "link").symlink_to(folder)
+    await SqliteBatchStore(tmp_path / "link").close()

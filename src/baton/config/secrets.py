@@ -55,9 +55,10 @@ def file_stamp(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
 
 
 def require_own_folder(folder: int | str | os.PathLike[str], shown: object, field: str) -> None:
-    """Refuse a folder of another user, who could replace its files; root's folders are accepted.
+    """Refuse a folder in which another user could replace files.
 
-    Where new files of this process belong to another user (``root_squash`` of NFS), that user's folders are accepted.
+    Root's folders are accepted, also if root lets a group write to them, as Kubernetes' ``fsGroup`` does. Where new
+    files of this process belong to another user (``root_squash`` of NFS), that user's folders are accepted.
 
     Args:
         folder: Descriptor or path.
@@ -65,7 +66,7 @@ def require_own_folder(folder: int | str | os.PathLike[str], shown: object, fiel
         field: Name of the configuration field, for errors.
 
     Raises:
-        ConfigError: The folder belongs to another user, or is no folder but, say, a link to one.
+        ConfigError: The folder belongs to another user, others may write to it, or it is a link to one.
         OSError: The folder's status cannot be read.
     """
     status = os.fstat(folder) if isinstance(folder, int) else os.lstat(folder)
@@ -73,6 +74,12 @@ def require_own_folder(folder: int | str | os.PathLike[str], shown: object, fiel
         raise ConfigError(f"{shown} is no folder", field=field)
     if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _user_of_new_folders(folder):
         raise ConfigError(f"{shown} belongs to another user, who could change what is in it", field=field)
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & (0o022 if status.st_uid else 0o002):
+        raise ConfigError(
+            f"others could change what is in {shown} (mode {mode:04o}): chmod 700, or name a new folder in it",
+            field=field,
+        )
 
 
 def _user_of_new_folders(beside: int | str | os.PathLike[str]) -> int:

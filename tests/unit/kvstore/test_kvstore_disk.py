@@ -382,6 +382,19 @@ def test_the_queue_is_bounded_and_a_block_deleted_on_its_way_is_not_found(path: 
     log.close()
 
 
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    path.mkdir()
+    for mode in (0o777, 0o1777, 0o702):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"{path} \(mode {mode:04o}\): chmod 700") as caught:
+            Directory(str(path))
+        assert caught.value.field == "disk_path"
+        assert not list(path.iterdir())
+    path.chmod(0o755)
+    Directory(str(path)).close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives folders away")
 def test_a_folder_that_another_user_made_first_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "disk"

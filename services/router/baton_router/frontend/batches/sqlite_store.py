@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from baton.config.secrets import require_own_folder
 from baton.errors import ConfigError, UnavailableError
 from baton_router.frontend.batches.store import (
     BATCH_PREFIX,
@@ -69,7 +70,7 @@ class SqliteBatchStore:
         now: Clock of the leases, in Unix seconds.
 
     Raises:
-        ConfigError: The folder belongs to another user, or cannot be written to.
+        ConfigError: Another user can change the folder, or it cannot be written to.
     """
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
@@ -79,8 +80,7 @@ class SqliteBatchStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch store")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_uid != os.geteuid():
-                raise ConfigError(f"{folder} belongs to another user", field=FIELD)
+            require_own_folder(folder.resolve(), folder, FIELD)
             path = folder / "batches.sqlite3"
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
             path.chmod(0o600)  # SQLite gives its other files the mode of this one
