@@ -346,6 +346,7 @@ def test_a_directory_is_for_one_process_private_and_a_stores_own(opened: Any, tm
     with pytest.raises(ConfigError, match="another process"):
         DiskLog(opened.path, max_bytes=MAX_BYTES, segment_bytes=MAX_BYTES)
     (tmp_path / "home").mkdir()
+    (tmp_path / "home").chmod(0o755)
     (tmp_path / "home" / "letter").write_text("dear")
     with pytest.raises(ConfigError, match="neither empty"):
         DiskLog(str(tmp_path / "home"), max_bytes=MAX_BYTES, segment_bytes=MAX_BYTES)
