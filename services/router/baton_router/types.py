@@ -131,3 +131,8 @@ class RoutedRequest(msgspec.Struct):
     account: Account | None = None
     order: Order | None = None
     span: Span = UNTRACED
+
+    @property
+    def num_given(self) -> int:
+        """Number of tokens that an instance computes before the first new one: the prompt, and output given with it."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)

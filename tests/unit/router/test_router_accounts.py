@@ -298,6 +298,20 @@ class NoInstances:
         return []
 
 
+async def test_output_that_a_client_gives_counts_like_its_prompt() -> None:
+    speeds = Speeds()
+    fleet = cast(Fleet, NoInstances())
+    room = Room(fleet, speeds, None, None, time.monotonic)
+    admission = Admission(room, Estimates(cast(Placer, None), speeds, fleet), RouterConfig(), CollectorRegistry())
+    account = limited(tokens_per_minute=2000)
+    sampling = SamplingParams(max_tokens=905, seed=1)
+    given = RoutedRequest(RequestId("r"), [1] * 10, sampling, account=account, output_token_ids=[1] * 900)
+    for _ in range(2):
+        admission.release(await admission.enter(given), 5)
+    with pytest.raises(QueueFullError, match="2000 tokens a minute"):
+        await admission.enter(given)
+
+
 async def test_what_a_tenant_is_charged_in_advance_is_moved_by_its_own_answers_alone() -> None:
     speeds = Speeds()
     fleet = cast(Fleet, NoInstances())

@@ -60,6 +60,8 @@ async def test_a_long_text_is_not_tokenized_at_once_wherever_it_stands(where: st
     assert pipeline.prepare_now(TextRequest(prompt=deep, sampling=SamplingParams(max_tokens=1))) is None
     variables = ChatPrompt([{"role": "user", "content": "x"}], variables={"persona": "x" * 5000})
     assert pipeline.prepare_now(TextRequest(prompt=variables, sampling=SamplingParams(max_tokens=1))) is None
+    many = ChatPrompt([{"role": "user", "content": ""}] * 300)
+    assert pipeline.prepare_now(TextRequest(prompt=many, sampling=SamplingParams(max_tokens=1))) is None
 
 
 @pytest.mark.parametrize(("depth", "fits"), [(200, True), (201, False), (1000, False)])

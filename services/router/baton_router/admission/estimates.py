@@ -265,7 +265,7 @@ class Estimates:
     def look(self, request: RoutedRequest) -> Outlook:
         """Predict a request's start, as the policy would place it now."""
         placement = self._placer.place(PlacementRequest.of(request), reserve=False)
-        total = len(request.prompt_token_ids)
+        total = request.num_given
         if placement is None:
             return Outlook(total)
         decision = placement.decision

@@ -135,8 +135,10 @@ class Admission:
         account = request.account
         if account is None or not account.limited:
             return await self._enter(request)
-        expected = self._tenants.output_tokens(account, request.sampling.n, request.sampling.max_tokens)
-        self._tenants.begin(account, len(request.prompt_token_ids) + expected)
+        most = request.sampling.max_tokens
+        left = most if most is None else most - len(request.output_token_ids)
+        expected = self._tenants.output_tokens(account, request.sampling.n, left)
+        self._tenants.begin(account, request.num_given + expected)
         try:
             ticket = await self._enter(request)
         except BaseException:
@@ -189,7 +191,7 @@ class Admission:
 
     def _enter_at_once(self, request: RoutedRequest) -> Ticket | None:
         if not len(self.queue) and request.ttft_ms is None and request.itl_ms is None:
-            tokens = len(request.prompt_token_ids)
+            tokens = request.num_given
             if self._room.acquire(request.sampling.n, tokens) or not self._room.num_decodes:
                 self.metrics.at_once.inc()
                 return self._admit(request, tokens + self._estimates.output_tokens(request))
@@ -240,7 +242,7 @@ class Admission:
     def _admit(self, request: RoutedRequest, cost: float, waited_s: float = 0.0) -> Ticket:
         self._in_flight += cost
         self._num_in_flight += 1
-        return Ticket(cost, request.sampling.n, len(request.prompt_token_ids), self._now(), waited_s)
+        return Ticket(cost, request.sampling.n, request.num_given, self._now(), waited_s)
 
     async def _enter_slowly(self, request: RoutedRequest) -> Ticket:
         """Admit a request that has latency targets or has to wait."""
@@ -313,7 +315,7 @@ class Admission:
         """Refuse a request for which the queue has no room, unless another has less right to it."""
         queue = self.queue
         tenant = request.tenant
-        tokens = len(request.prompt_token_ids)
+        tokens = request.num_given
         if queue.over_share(tenant, tokens):
             held = queue.tenants()[tenant]
             rate = self.rate()

@@ -56,8 +56,8 @@ class Waiting:
 
     @property
     def tokens(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.request.prompt_token_ids)
+        """Number of tokens that it brings."""
+        return self.request.num_given
 
     @property
     def ages(self) -> bool:

@@ -110,7 +110,7 @@ def create_app(
     # A redirect to the path without its slash would contain the host that the client named.
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     errors.install(app, [f"{method} {path}" for method, path in OPERATIONS])
-    app.add_middleware(HttpMiddleware, options=options, metrics=metrics)
+    app.add_middleware(HttpMiddleware, options=options, metrics=metrics, turns=processor.turns)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

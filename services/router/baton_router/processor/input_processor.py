@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 _INLINE_CHARS = 4096
 """Longest text, in characters, that is tokenized on the event loop (about a millisecond)."""
+_CHARS_PER_PART = 32
+"""Characters that a message or a tool counts as, besides its own: a template takes some 0.1 ms for each."""
 _LARGE_CHARS = 256 * 1024
 """Characters beyond which texts are tokenized one at a time: each takes at least 0.1 s and some 10 MiB."""
 TOKENS_PER_CPU_S = 10_000
@@ -91,6 +93,7 @@ class InputProcessor:
     Attributes:
         dialects: Dialects of the models; may be replaced before the first request.
         decisions: Log of requests.
+        turns: Turns of the tenants for work of milliseconds on the event loop.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class InputProcessor:
         self.decisions = decisions or DecisionLog()
         self._exporter = exporter
         self._large = TenantTurns(1)
+        self.turns = TenantTurns(1)
         self._threads = TurnThreads(_THREADS, "tokenizer", "long texts tokenized")
         self._grammar_threads = TurnThreads(_THREADS, "grammar", "costly grammars compiled", per_tenant=1)
         self._tenants = Tenants()
@@ -370,8 +374,9 @@ def count_chars(prompt: Prompt) -> int:
         return len(prompt)
     if isinstance(prompt, _ID_LISTS):
         return 0
-    # All fields of messages, not only the content: templates write them out, too.
-    return sum(_chars(value) for part in (*prompt.messages, prompt.variables, *prompt.tools) for value in part.values())
+    # All fields of messages, not only the content: templates write them out, too. And each is work, however short.
+    parts = (*prompt.messages, prompt.variables, *prompt.tools)
+    return _CHARS_PER_PART * len(parts) + sum(_chars(value) for part in parts for value in part.values())
 
 
 def about_tokens(prompt: Prompt) -> float:

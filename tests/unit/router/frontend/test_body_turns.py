@@ -17,6 +17,7 @@ from baton_router.frontend.http.protocol import Exchange
 from baton_router.frontend.openai.generation import PlainEndpoint, PostEndpoints
 from baton_router.frontend.openai.schemas import TokenizeBody
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.turns import TenantTurns
 from baton_router.types import Account
 
 PATH = "/tokenize"
@@ -63,7 +64,7 @@ class Asked(Exchange):
 async def test_one_body_is_parsed_per_turn_of_the_loop_and_tenants_alternate(body: dict[str, Any]) -> None:
     turn = Turn()
     endpoints = PostEndpoints(
-        cast(InputProcessor, None),
+        cast(InputProcessor, SimpleNamespace(turns=TenantTurns(1))),
         HttpOptions(),
         HttpMetrics(CollectorRegistry()),
         TurnBatcher(),

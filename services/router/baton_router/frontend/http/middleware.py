@@ -19,6 +19,7 @@ from baton.rpc.auth import HostRule
 from baton_router.accounts import Accounts
 from baton_router.frontend.http.errors import answer_to
 from baton_router.metrics import Counter, Gauge, Histogram, LabelNames
+from baton_router.processor.turns import TenantTurns
 from baton_router.types import Account
 
 log = logging.getLogger(__name__)
@@ -269,15 +270,17 @@ def log_access(
 class HttpMiddleware:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, *, options: HttpOptions, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, options: HttpOptions, metrics: HttpMetrics, turns: TenantTurns) -> None:
         """Wrap an app.
 
         Args:
             app: The app.
+            turns: Turns of the tenants for work on the event loop.
             options: Options, with accounts and hosts.
             metrics: Metrics of the HTTP front.
         """
         self._app = app
+        self._turns = turns
         self._accounts = options.accounts
         self._hosts = options.hosts
         self._metrics = metrics
@@ -308,10 +311,15 @@ class HttpMiddleware:
                 self._hosts.check(scope["headers"])
             if scope["method"] not in _SAFE:
                 require_own_page(scope["headers"], self._origins)
+            tenant = ""
             if self._accounts is not None and endpoint not in _OPEN_ENDPOINTS:
                 peer = (scope.get("client") or ("",))[0]
                 account = identify(self._accounts, scope["headers"], endpoint=endpoint, peer=peer)
                 scope.setdefault("state", {})[_ACCOUNT] = account
+                tenant = account.name
+            if endpoint not in _OPEN_ENDPOINTS:
+                async with self._turns.turn(tenant):
+                    pass  # lists take milliseconds: one begins per turn of the event loop
             await self._app(scope, receive, send_with_id)
         except (UnauthenticatedError, PermissionDeniedError) as error:
             await answer_to(error)(scope, receive, send_with_id)

@@ -58,7 +58,7 @@ from baton_router.frontend.openai.schemas import (
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk
-from baton_router.processor.turns import TenantTurns, TurnThreads
+from baton_router.processor.turns import TurnThreads
 from baton_router.scheduler.decision import Decision
 from baton_router.types import Account
 
@@ -284,7 +284,6 @@ class PostEndpoints:
         self.deadlines = Deadlines(options.request_timeout_s)
         self.budget = BodyBudget()
         self._decoder = BodyDecoder()
-        self._turns = TenantTurns(1)
         self.encoders = TurnThreads(2, "answer encoder", "large answers encoded", per_tenant=1)
         self.num_logprobs = 0
         self._endpoints = endpoints
@@ -361,7 +360,7 @@ class PostEndpoints:
             with self.processor.charge(exchange.account, len(body) / _BYTES_PER_TOKEN) as charge:
                 value = await self._decoder.decode(exchange.tenant, body)
                 exchange.close_body()
-                async with self._turns.turn(exchange.tenant):
+                async with self.processor.turns.turn(exchange.tenant):
                     if not isinstance(endpoint, PlainEndpoint):
                         self._prepare(exchange, endpoint, value)
                 charge.drop()  # what follows is counted by itself
@@ -379,7 +378,7 @@ class PostEndpoints:
         So others wait for one of them, however many come at once.
         """
         try:
-            async with self._turns.turn(exchange.tenant):
+            async with self.processor.turns.turn(exchange.tenant):
                 value = body
                 if isinstance(body, bytes | bytearray):
                     value = decode_json(body)
