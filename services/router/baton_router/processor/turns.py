@@ -13,6 +13,7 @@ from baton.errors import UnavailableError
 
 T = TypeVar("T")
 _WAIT_S = 30.0
+_PAUSE_TURNS = 8
 
 
 class TenantTurns:
@@ -31,12 +32,22 @@ class TenantTurns:
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a turn of a tenant for work on the event loop; the next one is not in the same turn of the loop."""
+        """Hold a turn of a tenant for work on the event loop.
+
+        The next one comes ``_PAUSE_TURNS`` turns of the loop later: a short request takes about as many from its
+        connection to its answer, and would wait for work of others in each of them.
+        """
         await self.acquire(tenant)
         try:
             yield
         finally:
-            asyncio.get_running_loop().call_soon(self.release, tenant)
+            self._release_after(tenant, _PAUSE_TURNS)
+
+    def _release_after(self, tenant: str, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._release_after, tenant, turns - 1)
+        else:
+            self.release(tenant)
 
     async def acquire(self, tenant: str) -> None:
         """Wait for a turn; give it back with :meth:`release`."""
