@@ -15,6 +15,7 @@ from baton.autoscale.controller import AutoscaleMetrics, Controller, Fleet
 from baton.autoscale.fleets import KubernetesFleet, RoleFleet
 from baton.autoscale.policy import Decision
 from baton.autoscale.signals import ROLES, Observation
+from baton.cli.printable import plain
 from baton.cli.router import add_grpc_flags, open_async_client
 from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient, Instance
@@ -138,7 +139,7 @@ def as_json(observation: Observation, decision: Decision) -> dict[str, Any]:
 
 
 def _print_line(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {plain(line)}", flush=True)
 
 
 _POLL_INTERVAL_S = 0.1

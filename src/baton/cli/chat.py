@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from baton.cli.printable import escaped, lines, plain
 from baton.cli.router import add_grpc_flags, open_client
 from baton.client import Client, Generation
 from baton.errors import BatonError, ConfigError
@@ -67,11 +68,12 @@ def run_generate(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         if args.json:
             answer = client.generate(prompt, model=args.model, **options)
-            print(json.dumps(as_json(answer), indent=2, ensure_ascii=False))
+            print(escaped(json.dumps(as_json(answer), indent=2, ensure_ascii=False)))
             return 0
+        show = lines if sys.stdout.isatty() else str  # files and pipes get the text as it is
         with client.generate(prompt, model=args.model, stream=True, **options) as stream:
             for chunk in stream:
-                print(chunk.text, end="", flush=True)
+                print(show(chunk.text), end="", flush=True)
     print()
     return 0
 
@@ -109,7 +111,7 @@ def run_chat(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         model = args.model or next((each.name for each in client.models()), "")
         if interactive:
-            conversation.console.print(f"{model}; /help lists commands, Ctrl-D ends", style="dim", markup=False)
+            conversation.console.print(f"{plain(model)}; /help lists commands, Ctrl-D ends", style="dim", markup=False)
         while (line := _read(interactive)) is not None:
             if not line.strip():
                 continue
@@ -119,7 +121,7 @@ def run_chat(args: argparse.Namespace) -> int:
             except BatonError as error:
                 if not interactive:
                     raise
-                conversation.console.print(error.message, style="red", markup=False)
+                conversation.console.print(lines(error.message), style="red", markup=False)
     return 0
 
 
@@ -190,7 +192,7 @@ class Conversation:
                     first = first or time.perf_counter()
                     text += chunk.text
                     tokens += len(chunk.token_ids)
-                    self.console.print(chunk.text, end="", markup=False)
+                    self.console.print(lines(chunk.text), end="", markup=False)
             except KeyboardInterrupt:  # the text so far stays part of the conversation
                 stream.cancel()
         self.console.print()
@@ -203,7 +205,7 @@ class Conversation:
         way = "" if trace is None else f"{trace.prefill_instance or 'local'} -> {trace.decode_instance}"
         cached = "" if trace is None else f"{trace.cached_tokens} of {trace.prompt_tokens} prompt tokens cached"
         facts = (f"{tokens} tokens", f"TTFT {1000 * ttft_s:.0f} ms", speed, cached, way)
-        self.console.print(", ".join(filter(None, facts)), style="dim", markup=False)
+        self.console.print(plain(", ".join(filter(None, facts))), style="dim", markup=False)
 
     def save(self, path: Path) -> None:
         """Write the conversation to a file.

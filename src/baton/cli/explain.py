@@ -7,15 +7,99 @@ import json
 import re
 import urllib.parse
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
+from msgspec import Meta
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.router import HTTP_HINT, NOTHING, add_http_flags, http_asker, plain
+from baton.cli.printable import NOTHING, escaped, plain
+from baton.cli.router import HTTP_HINT, add_http_flags, http_asker
 from baton.cli.tables import Column, FittedTable, open_console
 from baton.errors import ConfigError
+
+Terms = Annotated[dict[str, float | None], Meta(max_length=100)]
+
+
+class Decision(TypedDict):
+    """A request in the list."""
+
+    id: str
+    time: Annotated[float, Meta(ge=0, lt=2**37)]  # what a datetime can have
+    outcome: str
+    prefill: str | None
+    decode: str | None
+    path: str | None
+    kv_bytes: float
+    match_rate: float | None
+    ttft_ms: float | None
+
+
+class Decisions(TypedDict):
+    """What of ``/debug/decisions`` is shown."""
+
+    decisions: Annotated[list[Decision], Meta(max_length=500)]
+
+
+class Candidate(TypedDict):
+    """An instance that was scored."""
+
+    instance: str
+    role: str
+    match_rate: float | None
+    load: float | None
+    score: float | None
+    terms: Terms
+    own: NotRequired[Terms]
+    partner: NotRequired[str | None]
+    partner_terms: NotRequired[Terms]
+    pair_terms: NotRequired[Terms]
+    winner: bool
+
+
+class Placement(TypedDict):
+    """One time that the request was placed."""
+
+    at_ms: float | None
+    index_state: str
+    candidates: Annotated[list[Candidate], Meta(max_length=10_000)]
+
+
+class Trace(TypedDict, total=False):
+    """What the instances know of the request."""
+
+    pipe: str | None
+    kv_bytes: float
+    transfer_ms: float
+    exposed_ms: float
+    queue_ms: float
+    cached_tokens: int
+    transferred_tokens: int
+    recomputed_tokens: int
+    migrations: int
+    preemptions: int
+    failed_prefills: list[str]
+
+
+class Explanation(TypedDict):
+    """What of ``/debug/decisions/{id}`` is shown."""
+
+    id: str
+    time_iso: str
+    outcome: str
+    why: list[str]
+    placements: Annotated[list[Placement], Meta(max_length=1_000)]
+    trace: Trace | None
+    ttft_ms: float | None
+    duration_ms: float | None
+    path: str | None
+    reason: str | None
+    prefill: str | None
+    decode: str | None
+    prompt_tokens: int
+    generated_tokens: int
+    others: NotRequired[list[str]]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,24 +117,24 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.limit <= 500:
         raise ConfigError(f"--limit must be between 1 and 500, got {args.limit}", field="limit")
     ask = http_asker(args)
+    console = open_console()
     if args.request_id:
-        answer = ask("/debug/decisions/" + urllib.parse.quote(args.request_id, safe=""))
+        answer, explanation = ask("/debug/decisions/" + urllib.parse.quote(args.request_id, safe=""), Explanation)
+        if not args.json:
+            print_explanation(console, explanation)
     else:
-        answer = ask(f"/debug/decisions?limit={args.limit}")
+        answer, decisions = ask(f"/debug/decisions?limit={args.limit}", Decisions)
+        if not args.json:
+            print_list(console, decisions)
     if args.json:
-        print(json.dumps(answer, indent=2))
-        return 0
-    if args.request_id:
-        print_explanation(open_console(), answer)
-    else:
-        print_list(open_console(), answer)
+        print(escaped(json.dumps(answer, indent=2)))
     return 0
 
 
 # --- printing ---
 
 
-def print_list(console: Console, answer: dict[str, Any]) -> None:
+def print_list(console: Console, answer: Decisions) -> None:
     """Print one line per request, the request's name last: for copying."""
     if not answer["decisions"]:
         print("no requests yet")
@@ -80,7 +164,7 @@ def _name(request_id: str) -> str:
     return head if re.fullmatch("[0-9a-f]{32}", tail) else request_id
 
 
-def print_explanation(console: Console, x: dict[str, Any]) -> None:
+def print_explanation(console: Console, x: Explanation) -> None:
     """Print the explanation of one request."""
     console.print(_cell(x["id"]), style="bold", soft_wrap=True)
     console.print(f"{plain(x['time_iso'])}, {plain(x['outcome'])}\n", markup=False)
@@ -94,13 +178,16 @@ def print_explanation(console: Console, x: dict[str, Any]) -> None:
                 console.print(_candidates(at, placement, role, rows))
     console.print()
     console.print(_facts(x))
-    if x["others"]:
-        console.print(f"\n{len(x['others'])} more of this name: ", _cell(", ".join(x["others"])))
+    others = x.get("others", [])
+    if others:
+        console.print(f"\n{len(others)} more of this name: ", _cell(", ".join(others)))
 
 
-def _candidates(at: int, placement: dict[str, Any], role: str, rows: list[dict[str, Any]]) -> Group:
+def _candidates(at: int, placement: Placement, role: str, found: list[Candidate]) -> Group:
     """Return a table whose numbers add up from left to right: own terms, their sum, the partner's, the score."""
-    rows = [{"own": row["terms"], "partner": None, "partner_terms": {}, "pair_terms": {}, **row} for row in rows]
+    rows: list[dict[str, Any]] = [
+        {"own": row["terms"], "partner": None, "partner_terms": {}, "pair_terms": {}, **row} for row in found
+    ]
     terms = list(dict.fromkeys(name for row in rows for name in row["own"]))
     pairs = any(row["partner"] for row in rows)
     columns = [
@@ -135,13 +222,13 @@ def _sum(terms: dict[str, float | None]) -> float | None:
     return sum(known) if len(known) == len(terms) else None
 
 
-def _facts(x: dict[str, Any]) -> Table:
-    trace = x["trace"] or {}
+def _facts(x: Explanation) -> Table:
+    trace: Trace = x["trace"] or {}
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for _ in range(2):
         table.add_column(overflow="fold")
     sources = f"{trace.get('cached_tokens', 0)} cached, {trace.get('transferred_tokens', 0)} transferred, "
-    moved = f"{_bytes(trace['kv_bytes'])} in {_ms(trace['transfer_ms'])}" if trace.get("kv_bytes") else "none"
+    moved = f"{_bytes(trace['kv_bytes'])} in {_ms(trace.get('transfer_ms'))}" if trace.get("kv_bytes") else "none"
     for name, value in (
         ("TTFT / whole time", f"{_ms(x['ttft_ms'])} / {_ms(x['duration_ms'])}"),
         ("path", f"{x['path'] or NOTHING}" + (f" ({x['reason']})" if x["reason"] else "")),
@@ -175,8 +262,8 @@ def _number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _bytes(value: int) -> str:
+def _bytes(value: float) -> str:
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= size:
             return f"{value / size:.1f} {unit}"
-    return f"{value} B"
+    return f"{value:.0f} B"

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from baton.cli.printable import plain
 from baton.cli.router import add_grpc_flags, open_async_client
 from baton.client.scaling import Switch, plan_switches, switch_role
 from baton.config import add_flags, from_flags
@@ -119,7 +120,7 @@ async def _scale(args: argparse.Namespace, targets: dict[Role, int]) -> list[Swi
     async with open_async_client(args) as client:
         switches = plan_switches(await client.list_instances(), targets)
         for each in switches:
-            change = f"{each.instance}: {each.before} -> {each.after}"
+            change = f"{plain(each.instance)}: {each.before} -> {each.after}"
             if args.dry_run:
                 _print_line(args, f"{change} (the least busy of the {each.before} instances)")
                 continue
@@ -154,5 +155,5 @@ def run_health(args: argparse.Namespace) -> int:
     tls = read_tls(from_flags(AccessConfig, args))
     reason = asyncio.run(why_unhealthy(args.address, service=args.service, timeout_s=args.timeout_s, tls=tls))
     shown = {"address": args.address, "service": args.service, "serving": not reason, "reason": reason}
-    print(json.dumps(shown) if args.json else f"{args.address} {reason or 'is serving'}")
+    print(json.dumps(shown) if args.json else f"{args.address} {plain(reason or 'is serving')}")
     return 1 if reason else 0

@@ -12,8 +12,10 @@ import grpc
 import grpc.aio
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.cli.printable import plain
 from baton.config import add_flags, from_flags
 from baton.config.flags import AccessConfig
 from baton.errors import ConfigError
@@ -79,7 +81,7 @@ async def list_tenants(args: argparse.Namespace, access: AccessConfig) -> None:
         table.add_column(column, justify="left" if column in ("node", "tenant") else "right")
     for node, use in uses:
         numbers = (use.num_blocks, use.used_bytes, use.quota_bytes or "-", use.pinned_bytes, use.num_evictions)
-        table.add_row(node, use.tenant or "(no tenant)", *map(str, numbers))
+        table.add_row(Text(node), Text(plain(use.tenant or "(no tenant)")), *map(str, numbers))
     Console().print(table)
 
 

@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with ended_by_interrupt():  # imports take seconds, and turn an interrupt into an error of their own
         parser = _build_parser()
+        from baton.cli.printable import lines
         from baton.errors import BatonError, ConfigError, UnavailableError
     name = "baton"
     try:
@@ -29,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])
         return int(args.run(args))
     except ConfigError as error:
-        print(f"{name}: error: {error.message}", file=sys.stderr)
+        print(f"{name}: error: {lines(error.message)}", file=sys.stderr)
         return 2
     except BatonError as error:
         hint = getattr(args, "hint", "") if isinstance(error, UnavailableError) else ""
-        print(f"{name}: {error.message}" + (f" ({hint})" if hint else ""), file=sys.stderr)
+        print(f"{name}: {lines(error.message)}" + (f" ({hint})" if hint else ""), file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import ssl
 import urllib.parse
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import httpx
+import msgspec
 
+from baton.cli.printable import MAX_ERROR_CHARS, clean, one_line
 from baton.client import AsyncClient, Client
 from baton.config import add_flags, from_flags
 from baton.config.files import read_small_file
@@ -19,7 +21,8 @@ from baton.config.secrets import shown_url
 from baton.errors import BatonError, ConfigError, NotFoundError, UnauthenticatedError, UnavailableError
 from baton.rpc.tls import read_tls
 
-NOTHING = "-"
+T = TypeVar("T")
+
 HTTP_HINT = "is one running there? start one with baton up, or name another with --url"
 _MAX_ANSWER_BYTES = 32 * 2**20
 
@@ -32,11 +35,25 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tls-name", default="", help="name that its certificate must have; default: the host of --url"
     )
-    parser.add_argument("--timeout-s", type=float, default=10.0, help="seconds to wait for an answer (default: 10)")
+    parser.add_argument("--timeout-s", type=float, default=10.0, help="seconds for a whole answer (default: 10)")
 
 
-def http_asker(args: argparse.Namespace) -> Callable[[str], Any]:
-    """Return a function that gets a path of the router and returns the parsed JSON.
+class Asker(Protocol):
+    """Asks a router over HTTP."""
+
+    def __call__(self, path: str, kind: type[T]) -> tuple[Any, T]:
+        """Get a path; returns the parsed JSON as it came, and checked: of a type, its texts fit to be printed.
+
+        Raises:
+            NotFoundError: There is no such thing.
+            UnauthenticatedError: The router wants another API key.
+            UnavailableError: There is no such answer in time.
+        """
+        ...
+
+
+def http_asker(args: argparse.Namespace) -> Asker:
+    """Return what asks the router of the flags.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -59,24 +76,50 @@ def http_asker(args: argparse.Namespace) -> Callable[[str], Any]:
     verify = _context(args.tls_ca)
     shown = shown_url(args.url)
 
-    def ask(path: str) -> Any:
+    async def get(path: str) -> tuple[int, bytes]:
+        body = bytearray()
+        async with (
+            asyncio.timeout(args.timeout_s),  # of the whole answer: a peer may send a byte at a time
+            httpx.AsyncClient(headers=headers, verify=verify, timeout=None, trust_env=False) as client,
+            client.stream("GET", args.url.rstrip("/") + path, extensions=options) as answer,
+        ):
+            async for part in answer.aiter_raw():
+                body += part
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise UnavailableError(f"{shown} answers more than {_MAX_ANSWER_BYTES} bytes; is it a router?")
+            return answer.status_code, bytes(body)
+
+    def ask(path: str, kind: type[T]) -> tuple[Any, T]:
         try:
-            with (
-                httpx.Client(headers=headers, verify=verify, timeout=args.timeout_s, trust_env=False) as client,
-                client.stream("GET", args.url.rstrip("/") + path, extensions=options) as answer,
-            ):
-                body = b""
-                for part in answer.iter_bytes():
-                    body += part
-                    if len(body) > _MAX_ANSWER_BYTES:
-                        raise UnavailableError(f"{shown} answers more than {_MAX_ANSWER_BYTES} bytes; is it a router?")
-            if not answer.is_success:
-                raise _refused(answer.status_code, body, shown)
-            return json.loads(body)
+            status, body = asyncio.run(get(path))
+        except TimeoutError as error:
+            text = f"no whole answer of a router from {shown} within {args.timeout_s:g} s"
+            raise UnavailableError(text) from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            raise UnavailableError(f"no answer of a router from {shown}: {error}") from error
+            why = one_line(str(error), MAX_ERROR_CHARS) or type(error).__name__
+            raise UnavailableError(f"no answer of a router from {shown}: {why}") from error
+        if not 200 <= status < 300:
+            raise _refused(status, body, shown)
+        try:
+            return _parse(body, kind)
+        except ValueError as error:
+            why = one_line(str(error), MAX_ERROR_CHARS)
+            raise UnavailableError(f"{shown} gives no router's answer: {why}; is it a router?") from error
 
     return ask
+
+
+def _parse(body: bytes, kind: type[T]) -> tuple[Any, T]:
+    """Return an answer's JSON as it came, and checked.
+
+    Raises:
+        ValueError: It is no JSON, or not of this type.
+    """
+    try:
+        parsed = json.loads(body)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return parsed, msgspec.convert(clean(parsed), kind)
 
 
 def _context(authority: str) -> ssl.SSLContext:
@@ -99,21 +142,22 @@ def read_api_key(path: str) -> str:
     return key
 
 
+class _Error(TypedDict):
+    message: str
+
+
+class _Refusal(TypedDict):
+    error: _Error
+
+
 def _refused(status: int, body: bytes, url: str) -> BatonError:
     if status == 401:
         return UnauthenticatedError(f"{url} wants an API key: give --api-key-file")
     try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+        message = one_line(_parse(body, _Refusal)[1]["error"]["message"], MAX_ERROR_CHARS)
+    except ValueError:
         message = f"{url} answers {status}; is it a router?"
-    return (NotFoundError if status == 404 else UnavailableError)(plain(message))
-
-
-def plain(value: object) -> str:
-    """Return text from the network without control characters."""
-    if value in (None, ""):
-        return NOTHING
-    return "".join(char if char.isprintable() else "\ufffd" for char in str(value))
+    return (NotFoundError if status == 404 else UnavailableError)(message)
 
 
 GRPC_HINT = "is one running there? start one with baton up, or name another with --address"

@@ -5,17 +5,78 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import Any
+from typing import Annotated, NotRequired, TypedDict
 
+from msgspec import Meta
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from baton.cli.router import HTTP_HINT, NOTHING, add_http_flags, http_asker, plain
+from baton.cli.printable import NOTHING, escaped, plain
+from baton.cli.router import HTTP_HINT, Asker, add_http_flags, http_asker
 from baton.cli.tables import Column, Facts, FittedTable, open_console
 from baton.errors import BatonError, ConfigError, UnavailableError
 
 _BAR = 10
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Times(TypedDict):
+    """Percentiles, in milliseconds."""
+
+    p50: float
+    p99: float
+
+
+class Now(TypedDict):
+    """The latest minute."""
+
+    hit_rate: float | None
+    requests_per_s: float | None
+    tokens_per_s: float | None
+    ttft_ms: Times | None
+    itl_ms: Times | None
+    failed: float
+
+
+class Index(TypedDict):
+    """An instance's part of the prefix index."""
+
+    state: str
+
+
+class Instance(TypedDict):
+    """An instance."""
+
+    id: str
+    role: str
+    status: str
+    reason: str | None
+    draining: bool
+    silent: NotRequired[bool]
+    lost_s: NotRequired[float | None]
+    in_flight: Count
+    running: Count
+    waiting: Count
+    loading: Count
+    blocks_total: Count
+    blocks_active: Count
+    blocks_cached: Count
+    index: Index
+
+
+class State(TypedDict):
+    """What of ``/debug/console`` is shown."""
+
+    model: str | None
+    policy: str
+    running: Count
+    queued: Count
+    seen: Count
+    now: Now
+    stalled_s: NotRequired[float | None]
+    instances: Annotated[list[Instance], Meta(max_length=10_000)]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,35 +95,35 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.interval_s <= 3600:
         raise ConfigError("--interval-s must be between 0.1 and 3600", field="interval_s")
     ask = http_asker(args)
-    state = ask("/debug/console")
+    answer, state = ask("/debug/console", State)
     console = open_console()
-    if args.watch:
+    if args.watch and args.json:
+        while True:
+            print(escaped(json.dumps(answer)), flush=True)
+            time.sleep(args.interval_s)
+            answer, _ = ask("/debug/console", State)
+    elif args.watch:
         _watch(args, ask, state, console)
     elif args.json:
-        print(json.dumps(state, indent=2))
+        print(escaped(json.dumps(answer, indent=2)))
     else:
         console.print(render(state))
     return int(any(_status(each) not in ("ready", "draining") for each in state["instances"]) or not state["instances"])
 
 
-def _watch(args: argparse.Namespace, ask: Any, state: dict[str, Any], console: Console) -> None:
-    if args.json:
-        while True:
-            print(json.dumps(state), flush=True)
-            time.sleep(args.interval_s)
-            state = ask("/debug/console")
+def _watch(args: argparse.Namespace, ask: Asker, state: State, console: Console) -> None:
     with Live(render(state), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             time.sleep(args.interval_s)
             try:
-                live.update(render(ask("/debug/console")), refresh=True)
+                live.update(render(ask("/debug/console", State)[1]), refresh=True)
             except UnavailableError as error:  # a restarted router is shown when it is back
                 live.update(Group(render(state), Text(plain(error.message), style="red")), refresh=True)
             except BatonError:
                 raise
 
 
-def render(state: dict[str, Any]) -> Group:
+def render(state: State) -> Group:
     """Return a router's state: facts, a table of the instances, and what is wrong with them."""
     now = state["now"]
     hit = now["hit_rate"]
@@ -100,19 +161,19 @@ _COLUMNS = (
 )
 
 
-def _cells(each: dict[str, Any]) -> list[Text]:
+def _cells(each: Instance) -> list[Text]:
     if each["status"] == "lost":
         unknown = [Text(NOTHING)] * (len(_COLUMNS) - 3)
-        return [Text(plain(each["id"])), Text(each["role"]), Text("lost", style="red"), *unknown]
+        return [Text(plain(each["id"])), Text(plain(each["role"])), Text("lost", style="red"), *unknown]
     total = each["blocks_total"] or 1
     used = each["blocks_active"] / total
     status = _status(each)
     colour = {"ready": "green", "draining": "yellow"}.get(status, "red")
     return [
         Text(plain(each["id"])),
-        Text(each["role"]),
+        Text(plain(each["role"])),
         Text(plain(status), style=colour),
-        *(Text(str(each[name])) for name in ("in_flight", "running", "waiting", "loading")),
+        *(Text(str(count)) for count in (each["in_flight"], each["running"], each["waiting"], each["loading"])),
         Text(f"{used:.0%}"),
         _bar(used),
         Text(f"{each['blocks_cached'] / total:.0%}"),
@@ -120,17 +181,18 @@ def _cells(each: dict[str, Any]) -> list[Text]:
     ]
 
 
-def _status(each: dict[str, Any]) -> str:
+def _status(each: Instance) -> str:
     """Return an instance's status; one that is connected and does not answer is ``silent``."""
     if each["draining"]:
         return "draining"
-    return "silent" if each["status"] == "ready" and each.get("silent") else str(each["status"])
+    return "silent" if each["status"] == "ready" and each.get("silent") else each["status"]
 
 
-def _trouble(each: dict[str, Any]) -> Text | None:
+def _trouble(each: Instance) -> Text | None:
     """Return a line on what is wrong with an instance; ``None``: nothing is known."""
     if each["status"] == "lost":
-        return Text(f"{plain(each['id'])} was lost {each['lost_s']:.0f} s ago: {plain(each['reason'])}", style="red")
+        ago = f"{each.get('lost_s') or 0:.0f} s ago"
+        return Text(f"{plain(each['id'])} was lost {ago}: {plain(each['reason'])}", style="red")
     if not each["reason"]:
         return None
     return Text(f"{plain(each['id'])} is {plain(each['status'])}: {plain(each['reason'])}", style="red")
@@ -146,5 +208,5 @@ def _rate(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1f}"
 
 
-def _times(value: dict[str, float] | None) -> str:
+def _times(value: Times | None) -> str:
     return NOTHING if not value else f"{value['p50']:.0f} / {value['p99']:.0f} ms"

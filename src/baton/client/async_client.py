@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 import weakref
@@ -19,6 +18,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import grpc
 import grpc.aio
+import msgspec
 
 from baton.api.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from baton.background import is_cancelled
@@ -55,7 +55,7 @@ from baton.client.types import (
     read_model,
     read_stats,
 )
-from baton.errors import BatonError, InvalidRequestError, NotFoundError, UnavailableError
+from baton.errors import BatonError, InternalError, InvalidRequestError, NotFoundError, UnavailableError, shown
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import role_to_pb
 from baton.rpc.errors import from_rpc_error, readable
@@ -241,10 +241,13 @@ class AsyncClient:
         Raises:
             NotFoundError: The router does not know the request. Each router remembers only the latest requests that
                 it placed itself.
+            InternalError: What the router answers is no JSON object.
         """
         answer = await self._unary("Explain", router_pb2.ExplainRequest(request_id=request_id), timeout)
-        explanation: dict[str, Any] = json.loads(answer.json)
-        return explanation
+        try:
+            return msgspec.json.decode(answer.json, type=dict[str, Any])
+        except (ValueError, RecursionError) as error:
+            raise InternalError(f"the router's explanation is no JSON object: {shown(str(error))}") from error
 
     async def health(self, *, timeout: float = 2.0) -> dict[str, bool]:
         """Return, by address, whether each of the client's routers is serving.

@@ -184,6 +184,7 @@ class Client(PortalClient):
         Raises:
             NotFoundError: The router does not know the request. Each router remembers only the latest requests that
                 it placed itself.
+            InternalError: What the router answers is no JSON object.
         """
         return self._call(self._core.explain(request_id, timeout=timeout), timeout)
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.console import Console
 
+from baton.cli.printable import MAX_ERROR_CHARS, one_line
 from baton.errors import ConfigError
 from baton_bench.report import Record, build_from, make_table, of_kind, print_failures, warn_if_busy
 from baton_bench.traces import read_lines
@@ -55,7 +56,7 @@ class Sample:
         """Note why it failed; the first reason counts."""
         if not self.error:
             self.error = kind
-            self.message = " ".join(message.split())[:300]
+            self.message = one_line(" ".join(message.split()), MAX_ERROR_CHARS)
 
     @property
     def late_ms(self) -> float:

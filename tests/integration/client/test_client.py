@@ -47,6 +47,8 @@ def message(*deltas: router_pb2.TextDelta, **fields: Any) -> router_pb2.RouterGe
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
+_STRANGE = {"no-json": b"<html>", "list": b"[]", "deep": b'{"a": ' + b"[" * 100_000}
+"""Explanations that no router gives, by the request."""
 
 
 class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
@@ -92,6 +94,8 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.GetStatsResponse(window_s=request.window_s, num_waiting=7, ttft_ms=times)
 
     async def Explain(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+        if request.request_id in _STRANGE:
+            return router_pb2.ExplainResponse(json=_STRANGE[request.request_id])
         if request.request_id != "gen-1":
             raise NotFoundError("not remembered", field="request_id")
         return router_pb2.ExplainResponse(json=b'{"id": "gen-1", "why": ["it had all of it"]}')
@@ -440,6 +444,9 @@ async def test_the_other_calls(both: Both) -> None:
         assert (await client.call("explain", "gen-1"))["why"] == ["it had all of it"]
         with pytest.raises(NotFoundError):
             await client.call("explain", "gen-2")
+        for name in _STRANGE:
+            with pytest.raises(InternalError, match="no JSON object"):
+                await client.call("explain", name)
 
 
 async def test_health_names_the_routers_that_serve(both: Both) -> None:

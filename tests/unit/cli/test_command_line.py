@@ -131,6 +131,28 @@ def test_a_refusal_is_a_line(capsys):
     assert capsys.readouterr().err == "baton generate: everybody is full\n"
 
 
+def test_what_a_terminal_obeys_does_not_reach_it(capsys, monkeypatch):
+    evil = "\x1b]0;owned\x07\x9b2J\x7f\r\n\tkept\u200d"
+    shown = "\ufffd]0;owned\ufffd\ufffd2J\ufffd\n\tkept\u200d"
+    with FakeRouter(lambda asked: [evil]) as router:
+        where = ["--address", router.address]
+        assert main(["generate", "x", *where]) == 0
+        assert capsys.readouterr().out == f"{evil}\n", "a pipe gets what was generated"
+        assert main(["generate", "x", "--json", *where]) == 0
+        out = capsys.readouterr().out
+        assert json.loads(out)["text"] == evil
+        assert [x for x in out if not x.isprintable() and x not in "\n\u200d"] == []
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert main(["chat", *where]) == 0
+        assert capsys.readouterr().out.expandtabs() == f"{shown}\n".expandtabs()
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        assert main(["generate", "x", *where]) == 0
+        assert capsys.readouterr().out == f"{shown}\n"
+    with FakeRouter(QueueFullError(evil)) as router:
+        assert main(["generate", "x", "--address", router.address]) == 1
+    assert capsys.readouterr().err == f"baton generate: {shown}\n"
+
+
 def test_status_shows_what_a_router_says(capsys):
     from rich.console import Console
 
