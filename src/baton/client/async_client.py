@@ -180,7 +180,7 @@ class AsyncClient:
             request.sampling.seed = RNG.getrandbits(32)  # so that another router can continue the answer
         opening = self._open_generate(request, build_metadata(options))
         _, parse = read_structured(options)
-        answer = AsyncStream(opening, request.sampling.n, self._settings.budget(timeout), parse)
+        answer = AsyncStream(opening, self._settings.budget(timeout), parse)
         self._streams.add(answer)
         return answer if stream else await answer.collect()
 

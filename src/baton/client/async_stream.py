@@ -23,7 +23,7 @@ from baton.background import is_cancelled
 from baton.client.request import AnswerParser
 from baton.client.settings import CLOSED, Budget, Opening
 from baton.client.types import Answer, Answered, Chunk, Generation
-from baton.errors import UnavailableError
+from baton.errors import InternalError, UnavailableError
 from baton.rpc.errors import from_rpc_error, readable
 from baton.seeds import sequence_seed
 
@@ -52,7 +52,7 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
 
     reader: asyncio.Task[None] | None = None
 
-    def __init__(self, opening: Opening, n: int, budget: Budget, parse: AnswerParser | None = None) -> None:
+    def __init__(self, opening: Opening, budget: Budget, parse: AnswerParser | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._cancelled = asyncio.Event()
         self._aborted = asyncio.Event()
@@ -61,7 +61,9 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
         self._opening = opening
         self._budget = budget
         self._continuation: Continuation | None = None
-        self.answer = Answer(n, parse)
+        sampling = opening.request.sampling
+        max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
+        self.answer = Answer(sampling.n, parse, max_tokens=max_tokens)
         self._pending: deque[Chunk] = deque()
         self._call = opening.open(budget.remaining())
 
@@ -97,19 +99,26 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
             await self._try_again(error)
             return []
         if message is not grpc.aio.EOF:  # type: ignore[attr-defined]
-            continuation = self._continuation
-            if continuation is None:
-                return self.answer.feed(message)
-            chunks = self.answer.feed_continuation(message, continuation.index, continuation.repeated)
-            if chunks:
-                self._continuation = replace(continuation, repeated=0)
-            return chunks
+            try:
+                return self._feed(message)
+            except InternalError:
+                self.cancel()
+                raise
         if self._continuation is not None and not self.answer.complete:  # the next sequence's turn
             self._open_again()
             return []
         self._done = True
         self.answer.require_complete()
         return None
+
+    def _feed(self, message: router_pb2.RouterGenerateResponse) -> list[Chunk]:
+        continuation = self._continuation
+        if continuation is None:
+            return self.answer.feed(message)
+        chunks = self.answer.feed_continuation(message, continuation.index, continuation.repeated)
+        if chunks:
+            self._continuation = replace(continuation, repeated=0)
+        return chunks
 
     async def collect(self) -> Generation:
         """Read to the end and return the whole answer, including chunks that were read before.

@@ -408,18 +408,26 @@ def read_model(message: router_pb2.ModelDescription) -> Model:
 @dataclass
 class _Partial:
     text: list[str] = field(default_factory=list)
+    num_chars: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
 
 
+_MAX_TOKENS = 2**20
+_SPARE_TOKENS = 1024
+_CHARS_PER_TOKEN = 256
+_SPARE_CHARS = 2**20
+
+
 class Answer:
-    """Gathers the messages of one generation.
+    """Gathers the messages of one generation, and refuses what no router sends: text without end fills the memory.
 
     Args:
         n: Number of sequences.
         parse: Makes an object of a sequence's text.
+        max_tokens: Tokens of a sequence that were asked for; ``None``: as many as the context has room for.
 
     Attributes:
         started: Whether a token has arrived; a failed call must not be repeated then.
@@ -428,8 +436,9 @@ class Answer:
         decision: Placement of the request.
     """
 
-    def __init__(self, n: int, parse: Callable[[str], Any] | None = None) -> None:
+    def __init__(self, n: int, parse: Callable[[str], Any] | None = None, *, max_tokens: int | None = None) -> None:
         self._parse = parse
+        self._max_tokens = _SPARE_TOKENS + (_MAX_TOKENS if max_tokens is None else max_tokens)
         self.started = False
         self.request_id = ""
         self.trace: Trace | None = None
@@ -446,7 +455,7 @@ class Answer:
         """Add a message and return its chunks.
 
         Raises:
-            InternalError: The message has a sequence that was not asked for.
+            InternalError: The message has a sequence that was not asked for, or more of one than can be.
         """
         self.request_id = message.request_id or self.request_id
         if message.HasField("trace"):
@@ -490,7 +499,7 @@ class Answer:
     def progress(self, index: int) -> tuple[list[int], int]:
         """Return the tokens of a sequence, and the number of characters of its text."""
         part = self._parts[index]
-        return part.token_ids, sum(map(len, part.text))
+        return part.token_ids, part.num_chars
 
     def result(self) -> Generation:
         """Return the answer so far."""
@@ -518,9 +527,17 @@ class Answer:
             delta.stop_reason or None,
         )
         part = self._parts[chunk.index]
-        part.text.append(chunk.text)
+        if part.finish_reason is not None and (chunk.text or chunk.token_ids):
+            raise InternalError(f"the server went on with sequence {chunk.index} after its end")
+        if chunk.text:
+            part.text.append(chunk.text)
+            part.num_chars += len(chunk.text)
         part.token_ids.extend(chunk.token_ids)
         part.logprobs.extend(logprobs)
+        num_tokens = len(part.token_ids)
+        excess = num_tokens > self._max_tokens or len(part.logprobs) > num_tokens
+        if excess or part.num_chars > _SPARE_CHARS + _CHARS_PER_TOKEN * num_tokens:
+            raise InternalError(f"the server sends more of sequence {chunk.index} than its {num_tokens} tokens can be")
         part.finish_reason = chunk.finish_reason or part.finish_reason
         part.stop_reason = chunk.stop_reason or part.stop_reason
         return chunk

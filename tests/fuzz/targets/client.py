@@ -164,7 +164,7 @@ async def _generate(choices: Choices) -> None:
             return DirectCall(links, request, timeout)
 
     opening: Any = SimpleNamespace(open=open_call, request=request, resumes=False, failed=lambda: None)
-    stream = AsyncStream(opening, request.sampling.n, Budget(60.0, 0))
+    stream = AsyncStream(opening, Budget(60.0, 0))
     chunks = [chunk async for chunk in stream]
     result = stream.result()
     for index, choice in enumerate(result.choices):

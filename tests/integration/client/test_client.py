@@ -449,6 +449,34 @@ async def test_the_other_calls(both: Both) -> None:
                 await client.call("explain", name)
 
 
+async def strange_answer(
+    request: router_pb2.RouterGenerateRequest,
+) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
+    """What no router sends, without end: the prompt says what."""
+    if request.text == "after its end":
+        yield message(delta("x", 1, end=STOP))
+    logprob = common_pb2.TokenLogprob(token_id=1, logprob=-0.5)
+    while True:
+        match request.text:
+            case "text":
+                yield message(delta("a" * 100_000, 1))
+            case "tokens":
+                yield message(delta("a" * 1000, *range(1000)))
+            case "probabilities":
+                yield message(router_pb2.TextDelta(text="a", token_ids=[1], logprobs=[logprob] * 2))
+            case _:
+                yield message(delta("y", 1))
+
+
+@pytest.mark.parametrize("what", ["text", "tokens", "probabilities", "after its end"])
+async def test_an_answer_without_end_is_refused(what: str, both: Both) -> None:
+    async with router() as (servicer, address), both.connect(address, timeout=WAIT_S) as client:
+        servicer.script = strange_answer
+        with pytest.raises(InternalError, match="sequence 0"):
+            await client.call("generate", what, max_tokens=5)
+        await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
+
+
 async def test_health_names_the_routers_that_serve(both: Both) -> None:
     gone = f"127.0.0.1:{free_port()}"
     async with router() as (_, address), both.connect([address, gone]) as client:

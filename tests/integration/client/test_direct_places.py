@@ -132,7 +132,6 @@ async def test_clients_that_end_or_cancel_a_request_have_their_place_at_once(
         await anext(stream)
         stream.cancel()
         await all_ended(app)
-        worker.state.pause_after = None
         stream = await client.generate(PROMPT, max_tokens=5, stream=True)
         await anext(stream)
         await worker.stop()  # the router loses the instance, too
