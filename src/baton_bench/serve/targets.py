@@ -11,10 +11,11 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, Protocol, TypedDict, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 import orjson
 
 from baton.client import AsyncClient
@@ -27,6 +28,10 @@ from baton_bench.serve.records import Sample
 
 OnEvent = Callable[[bytes, float], None]
 """Called with the data of each event and its arrival time in seconds of ``time.perf_counter``."""
+
+
+_MAX_BYTES = 8 * 2**20
+"""Longest event, and longest answer that is no stream."""
 
 
 class BrokenStreamError(Exception):
@@ -65,6 +70,7 @@ class _Connection(asyncio.Protocol):
         self.answer = Answer()
         self._rest = b""
         self._data: list[bytes] = []
+        self._held = 0
         self._now = 0.0
         self.started = False
 
@@ -110,6 +116,10 @@ class _Connection(asyncio.Protocol):
         self._ends_by_close = not self._has_length
 
     def on_body(self, body: bytes) -> None:
+        self._held += len(body)
+        if self._held > _MAX_BYTES:
+            self._fail(f"more than {_MAX_BYTES} bytes without an event")
+            return
         if not self.answer.is_stream:
             self.answer.body += body
             return
@@ -121,6 +131,7 @@ class _Connection(asyncio.Protocol):
             elif not line and self._data:
                 data = b"\n".join(self._data)
                 self._data = []
+                self._held = len(self._rest)
                 if self._on_event is not None:
                     self._on_event(data, self._now)
 
@@ -245,6 +256,27 @@ def make_target(options: ServeOptions, access: AccessConfig) -> Target:
     return OpenAITarget(options, access)
 
 
+class _Model(TypedDict):
+    id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+
+
+class _Models(TypedDict):
+    data: list[_Model]
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None
+
+
+class _Details(TypedDict, total=False):
+    cached_tokens: _Count
+
+
+class _Usage(TypedDict, total=False):
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    prompt_tokens_details: _Details | None
+
+
 class OpenAITarget:
     """``/v1/completions`` or ``/v1/chat/completions`` of any service, streamed."""
 
@@ -268,8 +300,8 @@ class OpenAITarget:
             text = bytes(answer.body[:200]).decode(errors="replace")
             raise UnavailableError(f"{self._options.url}/v1/models answers {answer.status}: {text}")
         try:
-            self.model = orjson.loads(answer.body)["data"][0]["id"]
-        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            self.model = msgspec.json.decode(answer.body, type=_Models)["data"][0]["id"]
+        except (ValueError, IndexError, RecursionError) as error:
             text = " ".join(bytes(answer.body[:200]).decode(errors="replace").split())
             message = f"{self._options.url}/v1/models lists no model: {text}; give --model"
             raise ConfigError(message, field="model") from error
@@ -284,7 +316,7 @@ class OpenAITarget:
                 return
             try:  # here: the parser makes an error of its own of what is raised in it
                 self._take_event(orjson.loads(data), at, sample, counted)
-            except (orjson.JSONDecodeError, AttributeError, LookupError, TypeError) as error:
+            except (ValueError, AttributeError, LookupError, TypeError) as error:
                 sample.fail("bad event", f"{type(error).__name__}: {error}")
 
         await _guarded(self._send(path, body, on_event, counted, sample), self._options.timeout_s, sample)
@@ -296,7 +328,7 @@ class OpenAITarget:
         if self._read(event):
             sample.arrivals.append(at)
         if event.get("usage"):
-            counted["usage"] = event["usage"]
+            counted["usage"] = msgspec.convert(event["usage"], _Usage)
 
     async def _send(
         self, path: str, body: bytes, on_event: Callable[[bytes, float], None], counted: dict[str, Any], sample: Sample
@@ -352,10 +384,11 @@ def _read_chat(event: dict[str, Any]) -> bool:
     return delta.get("content") == "" and "role" not in delta and choices[0].get("finish_reason") is None
 
 
-def _take_usage(sample: Sample, usage: dict[str, Any] | None) -> None:
-    counts = usage or {}
+def _take_usage(sample: Sample, usage: _Usage | None) -> None:
+    counts: _Usage = usage or {}
+    details: _Details = counts.get("prompt_tokens_details") or {}
     sample.prompt_tokens = counts.get("prompt_tokens")
-    sample.cached_tokens = (counts.get("prompt_tokens_details") or {}).get("cached_tokens")
+    sample.cached_tokens = details.get("cached_tokens")
     sample.finish(counts.get("completion_tokens"))
 
 

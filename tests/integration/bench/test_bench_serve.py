@@ -18,7 +18,7 @@ from tests.support.servers.fake_worker import FakeWorker
 
 from baton.cli.main import main
 from baton.config.flags import AccessConfig
-from baton.errors import UnavailableError
+from baton.errors import ConfigError, UnavailableError
 from baton.types import Role
 from baton_bench.serve.options import ServeOptions
 from baton_bench.serve.prompts import PlannedRequest
@@ -221,6 +221,12 @@ async def test_an_event_counts_when_it_arrives_and_not_when_the_answer_ends():
         (b"nonsense\r\n\r\n", "connection", 0),
         (HEAD + event("a") + chunk('data: {"error": {"message": "worker died"}}\n\n') + DONE, "error event", 1),
         (HEAD + chunk("data: {no json\n\n") + DONE, "bad event", 0),
+        (HEAD + event("a") + chunk('data: {"usage": [7]}\n\n') + DONE, "bad event", 1),
+        (HEAD + event("a") + chunk('data: {"usage": {"completion_tokens": "7"}}\n\n') + DONE, "bad event", 1),
+        (HEAD + event("a") + chunk('data: {"usage": {"prompt_tokens_details": 7}}\n\n') + DONE, "bad event", 1),
+        (HEAD + chunk("data: " + "[" * 100_000 + "\n\n") + DONE, "bad event", 0),
+        (HEAD + event("a") + chunk("x" * 1_000_000) * 9, "cut", 1),
+        (HEAD + chunk("data: x\n" * 100_000) * 11, "connection", 0),
         (HEAD + DONE, "empty answer", 0),
         (b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}", "no stream", 0),
         (b"HTTP/1.1 503 No\r\ncontent-length: 4\r\n\r\nbusy", "http 503", 0),
@@ -275,6 +281,35 @@ async def test_connections_are_kept():
     async with scripted(script) as target:
         assert [(await ask(target)).error for _ in range(3)] == ["", "", ""]
     assert len(connections) == 1
+
+
+@pytest.mark.parametrize(
+    "models",
+    ["null", "[]", '{"data": []}', '{"data": [{"id": 7}]}', '{"data": [{"id": "a\\u001b[2J"}]}', "[" * 100_000],
+)
+async def test_a_service_must_name_its_model(models: str):
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(models)}\r\n\r\n{models}".encode())
+        await writer.drain()
+
+    async with scripted(script) as target:
+        target.model = ""
+        with pytest.raises(ConfigError, match="lists no model"):
+            await target.prepare()
+
+
+async def test_what_a_service_says_is_cleaned_and_cut():
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 503 No\r\ncontent-length: 1000\r\n\r\n" + b"\x1b]0;owned\x07" * 100)
+        await writer.drain()
+
+    async with scripted(script) as target:
+        sample = await ask(target)
+    assert sample.message.startswith("\ufffd]0;owned\ufffd")
+    assert sample.message.isprintable()
+    assert len(sample.message) == 300
 
 
 async def test_a_service_without_models_is_not_waited_for():
