@@ -45,6 +45,7 @@ from baton_router.frontend.grpc.intake import Intake
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.bodies import MAX_BODY_BYTES
+from baton_router.frontend.http.listener import MAX_HANDSHAKES, TlsListener
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics import GaugeFunction
@@ -229,7 +230,7 @@ class _Web:
         max_body_bytes: Returns the longest body of a request, in bytes.
     """
 
-    server: _HttpServer
+    server: HttpServer
     insight: DebugEndpoints
     batches: BatchRunner | None
     batch_store: BatchStore | None
@@ -294,10 +295,9 @@ def _build_web(
         queue=pipeline.dispatcher.admission.queue,
     )
     administer(front.app, pipeline.processor, registry)
-    server = _HttpServer(
-        _HttpConfig(
+    server = HttpServer(
+        uvicorn.Config(
             front.app,
-            credentials.https,
             lifespan="off",
             http=HttpProtocol.serving(front.posts),
             ws="none",
@@ -307,7 +307,9 @@ def _build_web(
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
-        )
+        ),
+        credentials.https,
+        min(MAX_HANDSHAKES, max(1, _max_connections() // 8)),
     )
     return _Web(server, insight, runner, store, front.posts.max_body_bytes)
 
@@ -525,24 +527,47 @@ class _TokenizerPreload:
         self.done = True
 
 
-class _HttpConfig(uvicorn.Config):
-    """uvicorn's configuration with a given TLS context, which can be renewed."""
+class HttpServer(uvicorn.Server):
+    """uvicorn's server without its signal handlers: the process handles signals.
 
-    def __init__(self, app: Any, context: ssl.SSLContext | None, **options: Any) -> None:
-        super().__init__(app, **options)
+    Args:
+        config: uvicorn's configuration.
+        context: TLS context, which can be renewed; ``None``: plain HTTP.
+        max_handshakes: Most TLS handshakes that are under way.
+
+    Attributes:
+        listeners: What accepts TLS connections, once it is started.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, context: ssl.SSLContext | None, max_handshakes: int = MAX_HANDSHAKES
+    ) -> None:
+        super().__init__(config)
         self._context = context
+        self._max_handshakes = max_handshakes
+        self.listeners: list[TlsListener] = []
 
-    @property
-    def is_ssl(self) -> bool:
-        return self._context is not None and self.loaded  # while loading, uvicorn would make one from files
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept the connections of some sockets."""
+        if self._context is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        for sock in sockets or ():
+            self.listeners.append(TlsListener(sock, self._context, self._connection, self._max_handshakes))
+            self.listeners[-1].start()
 
-    def load(self) -> None:
-        super().load()
-        self.ssl = self._context
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, and end the connections."""
+        await asyncio.gather(*(listener.close() for listener in self.listeners))
+        await super().shutdown(sockets)
 
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers: the process handles signals."""
+    def _connection(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        connection: asyncio.Protocol = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return connection
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from tests.support.scripted import ScriptedDispatcher
 
 from baton.tokenizer import TextModelCache
+from baton_router.app import HttpServer
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import create_app
 from baton_router.frontend.http.middleware import HttpOptions
@@ -32,7 +34,12 @@ class Served:
     """A real server in a thread, with a dispatcher that tests set up as they like."""
 
     def __init__(
-        self, *, protocol: type[HttpProtocol] = HttpProtocol, steps: TurnBatcher | None = None, **options: Any
+        self,
+        *,
+        protocol: type[HttpProtocol] = HttpProtocol,
+        steps: TurnBatcher | None = None,
+        context: ssl.SSLContext | None = None,
+        **options: Any,
     ) -> None:
         self.dispatcher = ScriptedDispatcher()
         self.registry = CollectorRegistry()
@@ -52,7 +59,7 @@ class Served:
             timeout_graceful_shutdown=2,
             timeout_keep_alive=600,  # more than a test waits: what ends sooner is ended by a limit of our own
         )
-        self.server = uvicorn.Server(config)
+        self.server = HttpServer(config, context, max_handshakes=8)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
     def __enter__(self) -> Served:
