@@ -25,6 +25,7 @@ from baton.errors import ConfigError, shown
 
 BLOCK_TOKENS = 512
 """Tokens that an id in ``hash_ids`` stands for."""
+_LONGEST_LINE = 64 << 20
 _MAX_ID = 2**32
 
 
@@ -51,8 +52,10 @@ def _text_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, byt
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
-            for number, line in enumerate(lines, 1):
+            file = gzip.GzipFile(fileobj=raw) if packed else raw
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
+                if len(line) > _LONGEST_LINE:
+                    raise ConfigError(f"{path}:{number} is longer than {_LONGEST_LINE >> 20} MiB", field="trace")
                 if limit is not None and count >= limit:
                     return
                 if line.strip():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 import re
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
+from baton_bench import traces
 from baton_bench.store import records
 from baton_bench.store.plan import Options, Pattern, chain_names, make_plans
 from baton_bench.store.records import Cell, Sample, find_ratios, measure_record
@@ -126,6 +128,14 @@ def test_a_trace_is_read_and_what_is_wrong_in_it_is_named(tmp_path: Path) -> Non
         read_chains(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_chains(tmp_path / "none")
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_LONGEST_LINE", 1000)
+    path = tmp_path / "trace.gz"
+    path.write_bytes(gzip.compress(b"{}\n" + b" " * 2000))
+    with pytest.raises(ConfigError, match=r"trace.gz:2 is longer than"):
+        list(traces.read_lines(path))
 
 
 def test_plans_have_chains_for_all_clients_and_more_than_the_disks_store_has_memory_for() -> None:
