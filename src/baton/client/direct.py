@@ -19,10 +19,10 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
-from baton.errors import ConfigError, InternalError
+from baton.errors import ConfigError, InternalError, QueueFullError
 from baton.rpc.auth import HEADER
 from baton.rpc.convert import add_to, finish_from_pb, logprob_from_pb, sampling_from_pb, text_delta_to_pb
-from baton.rpc.errors import readable
+from baton.rpc.errors import from_rpc_error, readable
 from baton.rpc.ticket import ticket_header
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
@@ -418,7 +418,15 @@ class DirectCall:
 
     async def _run(self) -> AsyncGenerator[router_pb2.RouterGenerateResponse, None]:
         links = self._links
-        route = readable(await self._open(links.router.Route, router_pb2.RouteRequest(direct=self._request)))
+        try:
+            route = readable(await self._open(links.router.Route, router_pb2.RouteRequest(direct=self._request)))
+        except grpc.RpcError as error:
+            refusal = from_rpc_error(error)
+            if not (isinstance(refusal, QueueFullError) and refusal.field == "direct"):
+                raise
+            async for response in self._open(links.router.Generate, self._request):  # it may have no more tickets now
+                yield readable(response)
+            return
         answer = self._answer = DirectAnswer(self._request, route, await links.model(route.direct.model_path))
         try:
             async with aclosing(self._direct(answer)) as messages:
@@ -449,7 +457,8 @@ class DirectCall:
                 if (note := answer.note()) is not None:
                     links.note(note)
         except grpc.RpcError as error:
-            if self._stopped or not (answer.is_complete or error.code() in _RETRIABLE):
+            slow = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._loop.time() < self._ends_at
+            if self._stopped or not (answer.is_complete or slow or error.code() in _RETRIABLE):
                 raise
         self._end(failed=not answer.is_complete)
 

@@ -27,6 +27,7 @@ from baton.errors import PermissionDeniedError
 
 SCHEME = "Ticket "
 _NONCE_BYTES = 16
+_TAG_BYTES = 8
 _MAX_HEADER_CHARS = 4096
 _MAX_NONCES = 1_000_000
 _LONGEST_S = 3600.0
@@ -47,11 +48,7 @@ def read_ticket_key(path: str) -> bytes | None:
 
 def request_digest(request: worker_pb2.GenerateRequest) -> bytes:
     """Return the SHA-256 of a request without its ticket and its trace context."""
-    bare = worker_pb2.GenerateRequest()
-    bare.CopyFrom(request)
-    bare.ClearField("ticket")
-    bare.ClearField("trace_context")
-    return hashlib.sha256(bare.SerializeToString(deterministic=True)).digest()
+    return hashlib.sha256(_bare(request)).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +66,19 @@ def sign(
     bearer: Bearer,
     *,
     life_s: float,
+    tenant: str | None = None,
     now: Callable[[], float] = time.time,
 ) -> bytes:
     """Put a ticket for ``bearer`` into a request that is otherwise complete; returns the ticket's nonce."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
+    bare = _bare(request)
     body = worker_pb2.TicketBody(
         instance_id=bearer.instance_id,
         epoch=bearer.epoch,
         address=bearer.address,
-        request_digest=request_digest(request),
+        request_digest=hashlib.sha256(bare).digest(),
+        request_bytes=len(bare),
+        tenant_tag=b"" if tenant is None else _mac(key, b"tenant " + tenant.encode())[:_TAG_BYTES],
         expires_ms=int(1000 * (now() + life_s)),
         nonce=nonce,
     ).SerializeToString()
@@ -115,7 +116,7 @@ class TicketCheck:
         Raises:
             PermissionDeniedError: The ticket is missing, forged, expired, used before, or for another instance.
         """
-        body = self._read(header)
+        body = self.read(header)
         now = self._now()
         if body.instance_id != self._bearer.instance_id or body.epoch != self._bearer.epoch:
             raise _denied(f"the ticket is for another instance or process than {self._bearer.instance_id}")
@@ -128,14 +129,6 @@ class TicketCheck:
             raise _denied("the ticket was used before")
         self._mark_used(body.nonce, ends_at, now)
 
-    def nonce(self, header: str | bytes | None) -> bytes:
-        """Return the nonce of the ticket in a call's head.
-
-        Raises:
-            PermissionDeniedError: There is none that a router signed.
-        """
-        return self._read(header).nonce
-
     def require(self, header: str | bytes | None, digest: bytes) -> None:
         """Check that a request is the one that the ticket in its call's head is for.
 
@@ -146,11 +139,15 @@ class TicketCheck:
         Raises:
             PermissionDeniedError: It is another one.
         """
-        if not hmac.compare_digest(self._read(header).request_digest, digest):
+        if not hmac.compare_digest(self.read(header).request_digest, digest):
             raise _denied("the ticket is for another request")
 
-    def _read(self, header: str | bytes | None) -> worker_pb2.TicketBody:
-        """Return the ticket in a header, if a router signed it."""
+    def read(self, header: str | bytes | None) -> worker_pb2.TicketBody:
+        """Return the ticket in a call's head.
+
+        Raises:
+            PermissionDeniedError: There is none that a router signed.
+        """
         if not isinstance(header, str) or not header.startswith(SCHEME):
             raise _denied("this instance wants a placement ticket: ask a router for one")
         try:
@@ -170,6 +167,14 @@ class TicketCheck:
             if len(self._used) >= _MAX_NONCES:
                 raise _denied("too many tickets are in use")
         self._used[nonce] = ends_at
+
+
+def _bare(request: worker_pb2.GenerateRequest) -> bytes:
+    bare = worker_pb2.GenerateRequest()
+    bare.CopyFrom(request)
+    bare.ClearField("ticket")
+    bare.ClearField("trace_context")
+    return bare.SerializeToString(deterministic=True)
 
 
 def _mac(key: bytes, body: bytes) -> bytes:

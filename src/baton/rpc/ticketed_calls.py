@@ -5,36 +5,73 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
 
+from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import DeadlineError, PermissionDeniedError, QueueFullError
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER
 from baton.rpc.ticket import TicketCheck, request_digest
 
 MAX_READS = 8
-MAX_READS_PER_PEER = 2
-"""Requests that are read at once: of all clients, and from one address."""
-READ_S = 10.0
+MAX_READS_PER_TENANT = 2
+"""Requests that are read at once: of all clients, and of one tenant (without tenants: from one address)."""
+READ_S = 2.0
+READ_BYTES_PER_S = 1_000_000
+"""Longest time for a request to come, and the bytes that give it another second."""
 _WAIT_S = 2.0
 _MAX_WAITING = 128
+_MAX_WAITING_PER_TENANT = 32
 """Each that waits for its turn to be read may have filled its window already."""
 
-_MAX_ENDS = 65536
+_MAX_EVENTS = 65536
 
 
-async def next_ends(ends: asyncio.Queue[bytes], timeout_s: float) -> list[bytes]:
+@dataclass(frozen=True, slots=True)
+class CallEvent:
+    """What happened to the call of a ticket.
+
+    Attributes:
+        nonce: The ticket's.
+        ended: Whether the call has ended, however it did; else its request has come and is the ticket's.
+    """
+
+    nonce: bytes
+    ended: bool
+
+
+async def next_events(events: asyncio.Queue[CallEvent], timeout_s: float) -> list[CallEvent]:
     """Return what a queue has, as soon as it has anything; empty after ``timeout_s`` seconds."""
     try:
         async with asyncio.timeout(timeout_s):
-            first = await ends.get()
+            first = await events.get()
     except TimeoutError:
         return []
-    return [first, *(ends.get_nowait() for _ in range(ends.qsize()))]
+    return [first, *(events.get_nowait() for _ in range(events.qsize()))]
+
+
+def load_response(load: common_pb2.LoadReport, events: list[CallEvent]) -> worker_pb2.StreamLoadResponse:
+    """Return the message with a load and what happened to tickets' calls."""
+    return worker_pb2.StreamLoadResponse(
+        load=load,
+        begun_tickets=[x.nonce for x in events if not x.ended],
+        ended_tickets=[x.nonce for x in events if x.ended],
+    )
+
+
+class _Readers:
+    """The turns of one tenant's requests to be read."""
+
+    __slots__ = ("__weakref__", "num_waiting", "turns")
+
+    def __init__(self) -> None:
+        self.turns = asyncio.Semaphore(MAX_READS_PER_TENANT)
+        self.num_waiting = 0
 
 
 class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -60,14 +97,14 @@ class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._admits_others = admits_others
         self._on_denied = on_denied
         self._reads = asyncio.Semaphore(MAX_READS)
-        self._reads_of_peers = WeakValueDictionary[str, asyncio.Semaphore]()
+        self._readers = WeakValueDictionary[str, _Readers]()
         self._num_waiting = 0
-        self._followers: set[asyncio.Queue[bytes]] = set()
+        self._followers: set[asyncio.Queue[CallEvent]] = set()
 
     @contextmanager
-    def follow_ends(self) -> Iterator[asyncio.Queue[bytes]]:
-        """Yield a queue that gets the nonce of each ticket whose call has ended, however it did."""
-        follower = asyncio.Queue[bytes](_MAX_ENDS)
+    def follow(self) -> Iterator[asyncio.Queue[CallEvent]]:
+        """Yield a queue that gets what happens to the calls of tickets."""
+        follower = asyncio.Queue[CallEvent](_MAX_EVENTS)
         self._followers.add(follower)
         try:
             yield follower
@@ -101,12 +138,13 @@ class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         header = next((value for key, value in metadata if key == HEADER), None)
 
         async def call(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            nonce = b""
+            ticket = worker_pb2.TicketBody()
             request = None
             try:
-                nonce = self._check.nonce(header)
-                request = await self._read(requests, context)
+                ticket = self._check.read(header)
+                request = await self._read(requests, context, ticket)
                 self._check.require(header, request_digest(request))
+                self._report(CallEvent(ticket.nonce, ended=False))
                 async with aclosing(handler.unary_stream(request, context)) as responses:
                     async for response in responses:
                         yield response
@@ -116,36 +154,43 @@ class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 audit("denied", over="grpc", peer=peer_of(context), method=self._method, reason="ticket")
                 raise
             finally:
-                for follower in self._followers:
-                    if nonce and not follower.full():
-                        follower.put_nowait(nonce)
+                if ticket.nonce:
+                    self._report(CallEvent(ticket.nonce, ended=True))
 
         return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
 
-    async def _read(self, requests: AsyncIterator[Any], context: Any) -> Any:
+    def _report(self, event: CallEvent) -> None:
+        for follower in self._followers:
+            if not follower.full():
+                follower.put_nowait(event)
+
+    async def _read(self, requests: AsyncIterator[Any], context: Any, ticket: worker_pb2.TicketBody) -> Any:
         """Return a call's request, when it is its turn.
 
         Raises:
             QueueFullError: Too many are read.
             DeadlineError: It does not come.
         """
-        peer = context.peer().rpartition(":")[0]
-        of_peer = self._reads_of_peers.get(peer) or asyncio.Semaphore(MAX_READS_PER_PEER)
-        self._reads_of_peers[peer] = of_peer
+        tenant = ticket.tenant_tag.hex() or context.peer().rpartition(":")[0]
+        readers = self._readers.get(tenant) or _Readers()
+        self._readers[tenant] = readers
         async with AsyncExitStack() as turn:
-            if self._num_waiting >= _MAX_WAITING:
+            if self._num_waiting >= _MAX_WAITING or readers.num_waiting >= _MAX_WAITING_PER_TENANT:
                 raise QueueFullError("too many requests with tickets come at once")
             self._num_waiting += 1
+            readers.num_waiting += 1
             try:
                 async with asyncio.timeout(_WAIT_S):
-                    await turn.enter_async_context(of_peer)
+                    await turn.enter_async_context(readers.turns)
                     await turn.enter_async_context(self._reads)
             except TimeoutError as error:
                 raise QueueFullError("too many requests with tickets come at once") from error
             finally:
                 self._num_waiting -= 1
+                readers.num_waiting -= 1
+            read_s = READ_S + ticket.request_bytes / READ_BYTES_PER_S
             try:
-                async with asyncio.timeout(READ_S):
+                async with asyncio.timeout(read_s):
                     return await anext(requests)
             except (TimeoutError, StopAsyncIteration) as error:
-                raise DeadlineError(f"the request did not come within {READ_S:g} s") from error
+                raise DeadlineError(f"the request did not come within {read_s:.1f} s") from error

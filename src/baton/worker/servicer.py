@@ -21,7 +21,7 @@ from baton.kv_cache.events import KVEvent
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.convert import fingerprint_to_pb, role_from_pb, role_to_pb
 from baton.rpc.multiplex_server import generate_many
-from baton.rpc.ticketed_calls import TicketedCalls, next_ends
+from baton.rpc.ticketed_calls import CallEvent, TicketedCalls, load_response, next_events
 from baton.types import RequestId, Role
 from baton.version import __version__
 from baton.worker.context import InstanceRole, WorkerContext
@@ -192,17 +192,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         interval_s = (request.interval_ms or worker.base.config.load_interval_ms) / 1000
         last = common_pb2.LoadReport()
         slow_at = -math.inf
-        ended: list[bytes] = []
-        with self._tickets.follow_ends() if self._tickets else nullcontext(asyncio.Queue[bytes]()) as ends:
+        events: list[CallEvent] = []
+        with self._tickets.follow() if self._tickets else nullcontext(asyncio.Queue[CallEvent]()) as queue:
             while self.role is role:
                 now = time.monotonic()
                 report = self._load.report(worker.engine.stats, draining=worker.admission.draining)
                 report.unreadable_prefills.extend(role.unreadable_prefills())
-                if ended or is_urgent(report, last, role.role) or (now >= slow_at and report != last):
-                    yield worker_pb2.StreamLoadResponse(load=report, ended_tickets=ended)
+                if events or is_urgent(report, last, role.role) or (now >= slow_at and report != last):
+                    yield load_response(report, events)
                     last = report
                     slow_at = now + SLOW_S
-                ended = await next_ends(ends, interval_s)
+                events = await next_events(queue, interval_s)
         raise UnavailableError(f"this is a {self.role.role} instance now")  # routers call GetInfo again then
 
     async def ResetPrefixCache(

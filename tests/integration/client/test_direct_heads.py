@@ -27,13 +27,15 @@ from baton.types import Role
 METHOD = "/baton.api.v1.WorkerService/Generate"
 
 
-def ticketed(bearer: Bearer, name: str = "r", key: bytes = KEY) -> worker_pb2.GenerateRequest:
+def ticketed(
+    bearer: Bearer, name: str = "r", key: bytes = KEY, tenant: str | None = None
+) -> worker_pb2.GenerateRequest:
     request = worker_pb2.GenerateRequest(
         request_id=name,
         prompt_token_ids=pack_ids(PROMPT),
         sampling=common_pb2.SamplingParams(max_tokens=4, n=1, temperature=0, ignore_eos=True),
     )
-    sign(key, request, bearer, life_s=30)
+    sign(key, request, bearer, life_s=30, tenant=tenant)
     return request
 
 
@@ -85,10 +87,13 @@ async def test_a_forged_ticket_is_refused_and_the_message_is_not_read(
             right = ticketed(bearer)
             assert len([t async for x in stub.Generate(right, timeout=60, metadata=head(right)) for t in x.deltas]) == 4
             assert sizes == [right.ByteSize()]
+            begun: list[bytes] = []
             ended: list[bytes] = []
             while not ended:
-                ended += (await loads.read()).ended_tickets
-            assert ended == [worker_pb2.TicketBody.FromString(right.ticket.body).nonce]
+                load = await loads.read()
+                begun += load.begun_tickets
+                ended += load.ended_tickets
+            assert begun == ended == [worker_pb2.TicketBody.FromString(right.ticket.body).nonce]
             loads.cancel()
         assert (
             base.metrics.registry.get_sample_value(
@@ -132,3 +137,47 @@ async def test_few_messages_of_an_address_are_read_at_once(worker: FakeWorker, m
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         last = stub.Generate(requests[3], timeout=60, metadata=head(requests[3]))
         assert await code_of(last) is grpc.StatusCode.OK
+
+
+async def test_one_tenants_silent_heads_keep_no_other_tenant_waiting(
+    worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ticketed_calls, "READ_S", 200.0)
+    monkeypatch.setattr(ticketed_calls, "_WAIT_S", 0.2)
+    bearer = Bearer("d0", worker.epoch)
+    async with open_channel(worker.address) as channel:
+        open_call = channel.stream_stream(METHOD)
+        requests = [ticketed(bearer, f"a{number}", tenant="a") for number in range(8)]
+        silent = [open_call(timeout=240, metadata=head(request)) for request in requests]
+        holding = {asyncio.create_task(call.code()) for call in silent}
+        done: set[asyncio.Task[Any]] = set()
+        while len(holding) > ticketed_calls.MAX_READS_PER_TENANT:
+            refused, holding = await asyncio.wait(holding, timeout=240, return_when=asyncio.FIRST_COMPLETED)
+            done |= refused
+        assert {x.result() for x in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert len(holding) == ticketed_calls.MAX_READS_PER_TENANT
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        for name in ("b", "c"):
+            request = ticketed(bearer, name, tenant=name)
+            assert await code_of(stub.Generate(request, timeout=60, metadata=head(request))) is grpc.StatusCode.OK
+        assert not any(x.done() for x in holding), "they are still being read"
+        for call in silent:
+            call.cancel()
+        await asyncio.wait(holding)
+
+
+async def test_a_long_request_has_more_time_to_come(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticketed_calls, "READ_S", 0.0)
+    request = ticketed(Bearer("d0", worker.epoch), tenant="a")
+    body = worker_pb2.TicketBody.FromString(request.ticket.body)
+    other = worker_pb2.TicketBody.FromString(ticketed(Bearer("d0", worker.epoch), tenant="b").ticket.body)
+    assert len(body.tenant_tag) == 8
+    assert body.tenant_tag != other.tenant_tag
+    assert body.request_bytes > len(request.prompt_token_ids)
+    async with open_channel(worker.address) as channel:
+        silent = channel.stream_stream(METHOD)(timeout=60, metadata=head(request))
+        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        monkeypatch.setattr(ticketed_calls, "READ_BYTES_PER_S", 1)
+        request = ticketed(Bearer("d0", worker.epoch), tenant="a")
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        assert await code_of(stub.Generate(request, timeout=60, metadata=head(request))) is grpc.StatusCode.OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,14 +28,15 @@ from baton_router.frontend.grpc import ticket
 HEAD = (("authorization", "Bearer sk-one"),)
 
 
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[tuple[FakeWorker, RouterApp]]:
-    """A router with a tenant that may run one request, and a decode instance that wants tickets."""
-    tenants = {"tenants": {"one": {"keys": ["sk-one"], "max_in_flight": 1}}}
+@contextlib.asynccontextmanager
+async def open_world(
+    tmp_path: Path, tenants: dict[str, Any], slots: int | None = None
+) -> AsyncIterator[tuple[FakeWorker, RouterApp]]:
+    """Open a router with tenants, and a decode instance that wants tickets."""
     for name, content in (
         ("key", KEY),
         ("token", b"the services' token"),
-        ("keys.json", json.dumps(tenants).encode()),
+        ("keys.json", json.dumps({"tenants": tenants}).encode()),
     ):
         (tmp_path / name).write_bytes(content)
     worker = FakeWorker(Role.DECODE, "d0", ticket_key=KEY, token=read_token(str(tmp_path / "token")))
@@ -48,6 +50,7 @@ async def world(tmp_path: Path) -> AsyncIterator[tuple[FakeWorker, RouterApp]]:
             ticket_key_file=str(tmp_path / "key"),
             token_file=str(tmp_path / "token"),
             api_keys=str(tmp_path / "keys.json"),
+            instance_slots=slots,
         )
     )
     await app.start()
@@ -61,9 +64,16 @@ async def world(tmp_path: Path) -> AsyncIterator[tuple[FakeWorker, RouterApp]]:
         await worker.stop()
 
 
-async def place(stub: Any) -> router_pb2.DirectPlacement:
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[tuple[FakeWorker, RouterApp]]:
+    """A world with a tenant that may run one request."""
+    async with open_world(tmp_path, {"one": {"keys": ["sk-one"], "max_in_flight": 1}}) as opened:
+        yield opened
+
+
+async def place(stub: Any, head: Any = HEAD) -> router_pb2.DirectPlacement:
     asked = router_pb2.RouteRequest(direct=build_generate(PROMPT, "", {"max_tokens": 5}))
-    return (await stub.Route(asked, metadata=HEAD, timeout=240)).direct
+    return (await stub.Route(asked, metadata=head, timeout=240)).direct
 
 
 async def is_full(stub: Any) -> bool:

@@ -25,7 +25,7 @@ from baton.rpc.multiplex_server import generate_many
 from baton.rpc.server import GrpcServer, free_port
 from baton.rpc.service_token import Token
 from baton.rpc.ticket import Bearer, TicketCheck
-from baton.rpc.ticketed_calls import TicketedCalls
+from baton.rpc.ticketed_calls import CallEvent, TicketedCalls, load_response
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
 from baton.types import BlockHash, Epoch, FinishReason, Role
@@ -268,14 +268,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.StreamLoadResponse]:
         """Send the load when it changes."""
         last: common_pb2.LoadReport | None = None
-        with self._tickets.follow_ends() if self._tickets else nullcontext(asyncio.Queue[bytes]()) as ends:
+        with self._tickets.follow() if self._tickets else nullcontext(asyncio.Queue[CallEvent]()) as queue:
             while True:
                 changed = self._changed
-                ended = [ends.get_nowait() for _ in range(ends.qsize())]
-                if ended or self.state.load != last:
+                events = [queue.get_nowait() for _ in range(queue.qsize())]
+                if events or self.state.load != last:
                     last = common_pb2.LoadReport()
                     last.CopyFrom(self.state.load)
-                    yield worker_pb2.StreamLoadResponse(load=last, ended_tickets=ended)
+                    yield load_response(last, events)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.02 if self._tickets else None):
                         await changed.wait()

@@ -79,6 +79,10 @@ class Room:
             self._look(now)
         return self._sequences > 0 and self._tokens > 0
 
+    def free_sequences(self) -> float:
+        """Return how many sequences could start now; infinite: no instance has a limit."""
+        return self._sequences if self.is_free() else 0.0
+
     def acquire(self, sequences: int, tokens: int) -> bool:
         """Take room for a request that is placed at once; ``False``: there is none.
 

@@ -49,6 +49,7 @@ class Ticket(msgspec.Struct, eq=False):
         waited_s: Seconds that it waited for admission.
         account: Account whose limits it counts against; ``None``: none.
         expected: Output tokens that its account was charged.
+        has_room: Whether its room is still taken.
     """
 
     cost: float
@@ -58,6 +59,7 @@ class Ticket(msgspec.Struct, eq=False):
     waited_s: float = 0.0
     account: Account | None = None
     expected: float = 0.0
+    has_room: bool = True
 
 
 class Admission:
@@ -105,6 +107,10 @@ class Admission:
     def idle_sequences(self, background: int) -> int:
         """Return how many background sequences may start; see :meth:`Room.idle_sequences`."""
         return 0 if len(self.queue) else self._room.idle_sequences(background)
+
+    def free_sequences(self) -> float:
+        """Return how many sequences could start now."""
+        return self._room.free_sequences()
 
     def foreground_waits(self) -> bool:
         """Whether a request that is no background request waits."""
@@ -215,10 +221,18 @@ class Admission:
             self._tenants.end(ticket.account, unused=(0.0, ticket.expected - generated))
             if generated:
                 self._tenants.learn_output(ticket.account, generated / ticket.sequences)
+        self.release_room(ticket)
+
+    def release_room(self, ticket: Ticket) -> None:
+        """Return a request's room, once; its tenant's place among those in flight stays taken until :meth:`release`."""
+        if not ticket.has_room:
+            return
+        ticket.has_room = False
         self._num_in_flight -= 1
         # Estimates are fractions: rounding errors of their sums must not look like work.
         self._in_flight = self._in_flight - ticket.cost if self._num_in_flight else 0.0
         self._room.release(ticket.sequences, ticket.tokens)
+        ticket.tokens = 0
         self._drain.add_served(ticket.cost, self._now() - ticket.started)
         if len(self.queue):
             self._pump()

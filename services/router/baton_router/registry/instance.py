@@ -101,6 +101,14 @@ class InstanceInfo:
         )
 
 
+class CallState(enum.Enum):
+    """State of a ticket's call, as its instance reports it; ``LOST``: the instance's session has ended."""
+
+    BEGUN = "begun"
+    ENDED = "ended"
+    LOST = "lost"
+
+
 class Lost(Protocol):
     """A running request that can be broken off."""
 
@@ -118,7 +126,7 @@ class Instance:
         silent: Whether it has not answered a probe in time: it may hang, and gets new requests only if all do.
         drained: Whether its last session ended while it was draining, as when it is shut down.
         generation: Number of sessions so far.
-        open_tickets: Called when the instance says that a ticket's call has ended, or its session ends; by nonce.
+        open_tickets: Called when the state of a ticket's call changes; by nonce.
     """
 
     def __init__(
@@ -138,7 +146,7 @@ class Instance:
         self.silent = False
         self.drained = False
         self.generation = 0
-        self.open_tickets: dict[bytes, Callable[[], None]] = {}
+        self.open_tickets: dict[bytes, Callable[[CallState], None]] = {}
         self._running: set[Lost] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -163,12 +171,14 @@ class Instance:
         """Address and session: an instance that failed a request counts as new after a reconnection."""
         return self.address, self.generation
 
-    def end_tickets(self, nonces: Iterable[bytes]) -> None:
-        """Record that the calls of tickets have ended; unknown ones are another router's."""
+    def report_calls(self, nonces: Iterable[bytes], state: CallState) -> None:
+        """Record the state of tickets' calls; unknown ones are another router's."""
         for nonce in list(nonces):
-            on_end = self.open_tickets.pop(nonce, None)
-            if on_end is not None:
-                on_end()
+            on_change = self.open_tickets.get(nonce)
+            if state is not CallState.BEGUN:
+                self.open_tickets.pop(nonce, None)
+            if on_change is not None:
+                on_change(state)
 
     def add_call(self, call: Lost) -> None:
         """Add a running request; ``lose`` is called if the instance hangs while its connections are open."""

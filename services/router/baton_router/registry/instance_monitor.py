@@ -33,7 +33,7 @@ from baton.rpc.http2.message_stream import ServerStream, StreamEnded
 from baton.types import Epoch, Role
 from baton_router.indexer.events import GATHER_BEATS, EventSubscriber, IndexMetrics
 from baton_router.metrics import Counter, GaugeFunction
-from baton_router.registry.instance import Instance, InstanceInfo, Status
+from baton_router.registry.instance import CallState, Instance, InstanceInfo, Status
 from baton_router.registry.load import NO_LIMIT, Waiters
 from baton_router.registry.lost_instances import LostInstances
 
@@ -242,7 +242,7 @@ class InstanceMonitor:
             await asyncio.gather(events, *watchers, return_exceptions=True)
             instance.drained = instance.load.draining
             instance.load.forget_reports()
-            instance.end_tickets(instance.open_tickets)
+            instance.report_calls(instance.open_tickets, CallState.LOST)
 
     def _refuse(self, error: BatonError) -> None:
         if self._instance.status is not Status.REFUSED:
@@ -280,7 +280,8 @@ class InstanceMonitor:
                 before = load.draining
                 unreadable = load.unreadable
                 load.observe(answer.load, info.fingerprint.block_size)
-                self._instance.end_tickets(answer.ended_tickets)
+                self._instance.report_calls(answer.begun_tickets, CallState.BEGUN)
+                self._instance.report_calls(answer.ended_tickets, CallState.ENDED)
                 if self._instance.status is not Status.READY:
                     backoff.reset()
                     self._set(Status.READY)

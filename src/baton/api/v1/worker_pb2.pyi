@@ -215,6 +215,8 @@ class TicketBody(_message.Message):
     REQUEST_DIGEST_FIELD_NUMBER: _builtins.int
     EXPIRES_MS_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
+    TENANT_TAG_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """of the decode instance"""
     epoch: _builtins.bytes
@@ -226,6 +228,10 @@ class TicketBody(_message.Message):
     """Unix time"""
     nonce: _builtins.bytes
     """16 random bytes: a ticket counts once"""
+    tenant_tag: _builtins.bytes
+    """8 bytes that are the same in all tickets of a tenant, and tell nothing else; empty: no tenant"""
+    request_bytes: _builtins.int
+    """size of the GenerateRequest without ticket and trace context: a longer one has more time to come"""
     @_builtins.property
     def prefill_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """not set: the digest covers them"""
@@ -240,10 +246,12 @@ class TicketBody(_message.Message):
         request_digest: _builtins.bytes = ...,
         expires_ms: _builtins.int = ...,
         nonce: _builtins.bytes = ...,
+        tenant_tag: _builtins.bytes = ...,
+        request_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "expires_ms", b"expires_ms", "instance_id", b"instance_id", "nonce", b"nonce", "prefill_addresses", b"prefill_addresses", "request_digest", b"request_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "expires_ms", b"expires_ms", "instance_id", b"instance_id", "nonce", b"nonce", "prefill_addresses", b"prefill_addresses", "request_bytes", b"request_bytes", "request_digest", b"request_digest", "tenant_tag", b"tenant_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1120,21 +1128,27 @@ class StreamLoadResponse(_message.Message):
 
     LOAD_FIELD_NUMBER: _builtins.int
     ENDED_TICKETS_FIELD_NUMBER: _builtins.int
+    BEGUN_TICKETS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> _common_pb2.LoadReport: ...
     @_builtins.property
     def ended_tickets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """nonces of tickets whose calls have ended since the last message"""
 
+    @_builtins.property
+    def begun_tickets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """nonces of tickets whose requests have come since the last message; they may have ended, too"""
+
     def __init__(
         self,
         *,
         load: _common_pb2.LoadReport | None = ...,
         ended_tickets: _abc.Iterable[_builtins.bytes] | None = ...,
+        begun_tickets: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_tickets", b"ended_tickets", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_tickets", b"begun_tickets", "ended_tickets", b"ended_tickets", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,8 +1,10 @@
 """Direct mode: places a request, signs a ticket for it, and keeps its reservation while the client runs it.
 
-The reservation ends when the client's last notice has come and the decode instance reports that the ticket's call has
-ended, or the ticket has expired: a client that says so may still use its ticket. It ends after ``LEASE_S`` without a
-notice of more tokens, too: a dead client has also broken its stream to the instance, which ends the work there.
+The instance reports which tickets' calls have begun and ended. Until it says that the call has begun, the room is kept
+for ``ROOM_S`` and the reservation until the ticket expires, whatever the client says. Afterwards the reservation ends
+when the client's last notice has come and the call has ended, or the ticket has expired: a client that says so may
+still use its ticket. It ends after ``LEASE_S`` without a notice of more tokens, too: a dead client has also broken its
+stream to the instance, which ends the work there.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections import Counter as Counts
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +23,14 @@ from prometheus_client import CollectorRegistry
 from baton.api.v1 import common_pb2, router_pb2
 from baton.background import keep_running
 from baton.config.pipes import BUILT_IN
-from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
+from baton.errors import BatonError, InternalError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.rpc.convert import path_from_pb
 from baton.rpc.ticket import Bearer, sign
 from baton_router.metrics import Counter, GaugeFunction
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock, begin_record, cached_tokens
 from baton_router.processor.text_request import PreparedRequest, TextRequest
+from baton_router.registry.instance import CallState
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.types import Account
 
@@ -35,7 +39,11 @@ if TYPE_CHECKING:
 
 START_S = 30.0
 """Validity of a ticket, in seconds; clients use it immediately."""
+ROOM_S = 3.0
+"""Seconds for which others are not placed in the room of a request whose call has not begun."""
 LEASE_S = 30.0
+MIN_UNUSED = 8
+"""Sequences with unused tickets that a tenant may have however little room there is."""
 MAX_RESERVATIONS = 65536
 _TICK_S = 1.0
 _MAX_FAILED_PREFILLS = 16
@@ -135,6 +143,7 @@ class _Open:
         kv_bytes_per_token: Size of a token's KV on the decode instance.
         tokens: Tokens that its client has reported.
         outcome: How it ended, by its client's last notice; empty: it has not come.
+        call_begun: Whether the instance has said that the ticket's call has begun, or cannot say so any more.
         call_ended: Whether the instance has ended the ticket's call.
     """
 
@@ -150,6 +159,7 @@ class _Open:
     kv_bytes_per_token: float
     tokens: int = 0
     outcome: str = ""
+    call_begun: bool = False
     call_ended: bool = False
 
     def bounded(self, trace: common_pb2.RequestTrace, now: float) -> common_pb2.RequestTrace:
@@ -192,6 +202,8 @@ class TicketDesk:
         self._dispatcher = dispatcher
         self._now = now
         self._open: dict[str, _Open] = {}
+        self._unused: Counts[str] = Counts()
+        """Sequences of each tenant that wait for their placement, or whose calls have not begun."""
         self._ticker: asyncio.Task[None] | None = None
         self._ended = Counter(
             "baton_router_direct_requests",
@@ -223,7 +235,8 @@ class TicketDesk:
 
         Raises:
             InvalidRequestError: This router has no key for tickets, or the request is wrong; names the field.
-            QueueFullError: All instances are full.
+            QueueFullError: All instances are full; or, with the field ``direct``, the tenant has too many tickets that
+                it has not used, and may have the request run by this router.
             UnavailableError: No instance is ready.
         """
         if self._key is None:
@@ -231,19 +244,43 @@ class TicketDesk:
         if len(self._open) >= MAX_RESERVATIONS:
             raise UnavailableError("too many requests run by tickets", retry_after_s=1.0)
         prepared = await self._processor.prepare(request)
+        account, sequences = prepared.routed.account, prepared.routed.sampling.n
+        tenant = None if account is None else account.name
+        self._check_unused(tenant, sequences)
         run = _DirectRun(prepared, self._processor.clock(prepared), self._processor.decisions)
         reserved = None
+        self._count_unused(tenant, sequences)
         try:
             reserved = await self._dispatcher.reserve(prepared.routed)
-            return self._issue(self._key, prepared, run, reserved)
+            return self._issue(self._key, prepared, run, reserved, tenant)
         except BaseException as error:
+            self._count_unused(tenant, -sequences)
             run.fail(error)
             if reserved is not None:
                 reserved.end(InternalError.code)
             raise
 
+    def _check_unused(self, tenant: str | None, sequences: int) -> None:
+        """Refuse a tenant whose unused tickets would take more than half of the free room.
+
+        Raises:
+            QueueFullError: It has too many.
+        """
+        admission = self._dispatcher.admission
+        unused = 0 if tenant is None else self._unused[tenant]
+        if tenant is not None and unused + sequences > max(MIN_UNUSED, admission.free_sequences()):
+            message = f"{unused} sequences of this tenant wait for a placement or have tickets that are not used yet"
+            error = QueueFullError(message, field="direct", retry_after_s=1.0)
+            raise admission.count_refusal(error, "tenant_share")
+
+    def _count_unused(self, tenant: str | None, sequences: int) -> None:
+        if tenant is not None:
+            self._unused[tenant] += sequences
+            if not self._unused[tenant]:
+                del self._unused[tenant]
+
     def _issue(
-        self, key: bytes, prepared: PreparedRequest, run: _DirectRun, reserved: Reserved
+        self, key: bytes, prepared: PreparedRequest, run: _DirectRun, reserved: Reserved, tenant: str | None
     ) -> router_pb2.RouteResponse:
         """Sign a ticket for a reservation, and keep the reservation."""
         run.placed(reserved.placement.decision)
@@ -251,7 +288,7 @@ class TicketDesk:
         decode = reserved.placement.decode
         assert decode.info is not None  # known of every instance that can be chosen
         bearer = Bearer(decode.instance_id, decode.info.epoch, decode.address)
-        nonce = sign(key, message, bearer, life_s=START_S)
+        nonce = sign(key, message, bearer, life_s=START_S, tenant=tenant)
         most = message.sampling.n * message.sampling.max_tokens
         now = self._now()
         fingerprint = decode.info.fingerprint
@@ -266,14 +303,12 @@ class TicketDesk:
                 model_path=prepared.info.path,
             ),
         )
-        account = prepared.routed.account
-        tenant = None if account is None else account.name
         name = message.request_id
         ends_at = now + max(START_S, LEASE_S)
         self._open[name] = _Open(
             reserved, run, nonce, ends_at, now + START_S, most, tenant, now, prepared.prompt_tokens, kv_bytes
         )
-        decode.open_tickets[nonce] = partial(self._end_call, name)
+        decode.open_tickets[nonce] = partial(self._update_call, name)
         return response
 
     def note(self, request: router_pb2.NoteDirectRequest, account: Account | None = None) -> bool:
@@ -308,22 +343,31 @@ class TicketDesk:
                 self._end(request.request_id, reservation.outcome)
         return True
 
-    def _end_call(self, name: str) -> None:
-        """Record that the instance has ended the call of a ticket, so that it cannot be used any more."""
+    def _update_call(self, name: str, state: CallState) -> None:
+        """Record the state of a ticket's call; one that has ended cannot be used any more."""
         reservation = self._open[name]
-        reservation.call_ended = True
-        if reservation.outcome:
-            self._end(name, reservation.outcome)
+        if state is not CallState.ENDED and not reservation.call_begun:
+            reservation.call_begun = True
+            self._count_unused(reservation.tenant, -reservation.reserved.ticket.sequences)
+        if state is not CallState.BEGUN:
+            reservation.call_ended = True
+            if reservation.outcome:
+                self._end(name, reservation.outcome)
 
     def expire(self) -> None:
-        """End the reservations whose leases have expired."""
+        """End the reservations whose leases have expired, or whose tickets have and were not used."""
         now = self._now()
-        for name, reservation in [(name, x) for name, x in self._open.items() if x.ends_at <= now]:
-            self._end(name, reservation.outcome or "expired")
+        for name, reservation in list(self._open.items()):
+            if reservation.ends_at <= now or (not reservation.call_begun and reservation.expires_at <= now):
+                self._end(name, reservation.outcome or "expired")
+            elif not reservation.call_begun and reservation.began + ROOM_S <= now:
+                reservation.reserved.release_room()
 
     def _end(self, name: str, outcome: str) -> None:
         reservation = self._open.pop(name)
         reservation.reserved.placement.decode.open_tickets.pop(reservation.nonce, None)
+        if not reservation.call_begun:
+            self._count_unused(reservation.tenant, -reservation.reserved.ticket.sequences)
         status = _CODES.get(outcome, outcome)
         try:
             reservation.reserved.end("ok" if status == "done" else status)
