@@ -45,7 +45,7 @@ from baton_router.frontend.grpc.intake import Intake
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.bodies import MAX_BODY_BYTES
-from baton_router.frontend.http.listener import MAX_HANDSHAKES, TlsListener
+from baton_router.frontend.http.listener import TlsListener
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics import GaugeFunction
@@ -309,7 +309,7 @@ def _build_web(
             timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
         ),
         credentials.https,
-        min(MAX_HANDSHAKES, max(1, _max_connections() // 8)),
+        _max_connections(),
     )
     return _Web(server, insight, runner, store, front.posts.max_body_bytes)
 
@@ -533,18 +533,16 @@ class HttpServer(uvicorn.Server):
     Args:
         config: uvicorn's configuration.
         context: TLS context, which can be renewed; ``None``: plain HTTP.
-        max_handshakes: Most TLS handshakes that are under way.
+        max_connections: Most TLS connections that are open.
 
     Attributes:
         listeners: What accepts TLS connections, once it is started.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, context: ssl.SSLContext | None, max_handshakes: int = MAX_HANDSHAKES
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, context: ssl.SSLContext | None, max_connections: int) -> None:
         super().__init__(config)
         self._context = context
-        self._max_handshakes = max_handshakes
+        self._max_connections = max_connections
         self.listeners: list[TlsListener] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -554,7 +552,7 @@ class HttpServer(uvicorn.Server):
             return
         await super().startup([])
         for sock in sockets or ():
-            self.listeners.append(TlsListener(sock, self._context, self._connection, self._max_handshakes))
+            self.listeners.append(TlsListener(sock, self._context, self._connection, self._max_connections))
             self.listeners[-1].start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -562,9 +560,9 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(*(listener.close() for listener in self.listeners))
         await super().shutdown(sockets)
 
-    def _connection(self) -> asyncio.Protocol:
+    def _connection(self) -> HttpProtocol:
         kind: Any = self.config.http_protocol_class
-        connection: asyncio.Protocol = kind(
+        connection: HttpProtocol = kind(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return connection

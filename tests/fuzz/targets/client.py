@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,9 +203,9 @@ class _Between:
         serve = getattr(self._service, method.rpartition("/")[2])
         kind = {"Challenge": auth_pb2.ChallengeRequest, "Prove": auth_pb2.ProveRequest}[method.rpartition("/")[2]]
 
-        async def call(request: Message, **_: Any) -> Any:
+        async def call(_: Message, metadata: Sequence[tuple[str, bytes]], **more: Any) -> Any:
             try:
-                answer = await serve(self._passed(kind, request_serializer(request)), self._context)
+                answer = await serve(self._passed(kind, dict(metadata)[proofs.REQUEST_KEY]), self._context)
             except BatonError as error:
                 details = grpc.aio.Metadata((DETAILS_KEY, status_details(error)))
                 code = status_code(error)

@@ -57,6 +57,22 @@ def test_handshakes_that_do_not_end_give_way_to_others(secured: tuple[Served, ss
     served.wait_until(lambda: not served.server.listeners[0].num_handshakes)
 
 
+def test_who_does_not_close_gives_way_to_others(secured: tuple[Served, ssl.SSLContext]) -> None:
+    served, trusted = secured
+    staying = []
+    try:
+        for _ in range(100):
+            sock = trusted.wrap_socket(dial(served), server_hostname="127.0.0.1")
+            staying.append(sock)
+            sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            assert sock.recv(100).startswith(b"HTTP/1.1 200")
+        assert len(served.server.listeners[0]._open) <= 64
+        assert get(served, trusted).status_code == 200
+    finally:
+        for sock in staying:
+            sock.close()
+
+
 def test_a_handshake_has_a_time(secured: tuple[Served, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> None:
     served, trusted = secured
     monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)

@@ -309,6 +309,7 @@ def test_an_item_changes_the_settings(served: Served) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"input": [{"role": "user", "content": "x", "id": 5}]}, "input[0].id"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),

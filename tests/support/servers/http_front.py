@@ -59,7 +59,7 @@ class Served:
             timeout_graceful_shutdown=2,
             timeout_keep_alive=600,  # more than a test waits: what ends sooner is ended by a limit of our own
         )
-        self.server = HttpServer(config, context, max_handshakes=8)
+        self.server = HttpServer(config, context, max_connections=64)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
     def __enter__(self) -> Served:

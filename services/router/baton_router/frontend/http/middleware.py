@@ -36,6 +36,7 @@ _OPEN_ENDPOINTS = frozenset(
     {"/", "/health", "/readyz", "/version", "/console", "/console/{file}", "/docs", "/openapi.json"}
 )
 """Endpoints without API key: for probes, and for browsers that open the console or the documentation."""
+_PROBES = frozenset({"/health", "/readyz"})
 ENDPOINTS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", *_OPEN_ENDPOINTS}
     | {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/files", "/v1/batches"}
@@ -317,7 +318,7 @@ class HttpMiddleware:
                 account = identify(self._accounts, scope["headers"], endpoint=endpoint, peer=peer)
                 scope.setdefault("state", {})[_ACCOUNT] = account
                 tenant = account.name
-            if endpoint not in _OPEN_ENDPOINTS:
+            if endpoint not in _PROBES:
                 async with self._turns.turn(tenant):
                     pass  # lists take milliseconds: one begins per turn of the event loop
             await self._app(scope, receive, send_with_id)

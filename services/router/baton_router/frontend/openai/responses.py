@@ -288,8 +288,10 @@ def _input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the items of an input with identifiers, texts of messages as parts."""
     given = [{"role": "user", "content": value}] if isinstance(value, str) else value
     items = []
-    for item in given:
+    for at, item in enumerate(given):
         kind = item.get("type", "message")
+        if not isinstance(item.get("id") or "", str):
+            raise invalid_field(f"input[{at}].id", f"must be a string, got {shown(item['id'])}")
         made = {**item, "type": kind, "id": item.get("id") or _ident(_PREFIXES.get(kind, "item"))}
         if kind == "message":
             made.setdefault("status", "completed")
