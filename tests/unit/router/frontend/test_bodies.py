@@ -102,3 +102,25 @@ async def test_all_together_wait_for_the_oldest() -> None:
     for body in bodies:
         body.close()
     assert rig.budget.num_bytes == 0
+
+
+async def test_slow_tenants_keep_no_tenant_with_less_waiting() -> None:
+    rig = Rig()
+    slow = [rig.open(f"slow{i}", f"slow{i}") for i in range(3)]
+    for body in slow:
+        assert body.add(b"x" * 340)
+    other = rig.open("other", "other")
+    assert other.add(b"x" * 200)
+    assert not other.waits, "less than a quarter"
+    assert other.add(b"x" * 100)
+    assert other.waits
+    more = [rig.open(f"more{i}", f"more{i}") for i in range(30)]
+    for body in more:
+        body.add(b"x" * 30)
+    assert rig.budget.num_bytes > 2000
+    assert [body.waits for body in more].count(False) >= 22
+    assert more[-1].waits, "twice as much is the end"
+    for body in [*slow, other, *more]:
+        body.close()
+    assert rig.budget.num_bytes == 0
+    assert not rig.budget._waiting

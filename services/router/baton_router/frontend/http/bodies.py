@@ -137,8 +137,9 @@ class BodyBudget:
     """Memory for the bodies of one process that are not decoded yet.
 
     Bodies wait for each other when a tenant or all together have too much. The tenant's oldest body goes on all the
-    same while the process has memory, and the process's oldest always, so that none waits for ever. What is as short as
-    most bodies are need not wait.
+    same while the process has memory, and the process's oldest always, so that none waits for ever. Tenants with less
+    than an equal part go on until all together have twice as much: a few who are slow keep no others waiting. What is
+    as short as most bodies are need not wait.
 
     Args:
         most: Bytes of all bodies from which on they wait.
@@ -204,7 +205,9 @@ class BodyBudget:
     def _may_grow(self, body: Body, tenant: str) -> bool:
         of_tenant = self._tenants[tenant]
         if self.num_bytes >= self._most:
-            return next(iter(self._bodies)) is body
+            has_less = self.num_bytes < 2 * self._most and of_tenant.num_bytes < self._most // len(self._tenants)
+            if not has_less:
+                return next(iter(self._bodies)) is body
         return of_tenant.num_bytes < self._share or next(iter(of_tenant.bodies)) is body
 
 
