@@ -536,7 +536,7 @@ class HttpServer(uvicorn.Server):
         max_connections: Most TLS connections that are open.
 
     Attributes:
-        listeners: What accepts TLS connections, once it is started.
+        listeners: Listeners of the TLS sockets, one per socket; empty with plain HTTP and before the start.
     """
 
     def __init__(self, config: uvicorn.Config, context: ssl.SSLContext | None, max_connections: int) -> None:

@@ -386,8 +386,8 @@ def _refusal(method: str, error: BatonError) -> Any:
     return grpc.stream_unary_rpc_method_handler(refuse)  # at once: a request may never come
 
 
-async def read_message(context: Any, timeout_s: float) -> bytes:
-    """Return the one message of a call whose handler gets a stream of bytes.
+async def read_message(context: Any, timeout_s: float) -> Any:
+    """Return the one message of a call whose handler gets a stream of them, as the handler's deserializer makes it.
 
     The stream's iterator would keep the message, and a cycle with the call, until garbage is collected twice.
 
@@ -398,11 +398,10 @@ async def read_message(context: Any, timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
             data = await context.read()
     except TimeoutError as error:
-        raise DeadlineError(f"the request did not come within {timeout_s:g} s") from error
+        raise DeadlineError(f"the request did not come within {timeout_s:.3g} s") from error
     if data is grpc.aio.EOF:  # type: ignore[attr-defined]
         raise DeadlineError("the call ended without a request")
-    message: bytes = data
-    return message
+    return data
 
 
 def _from_head(handler: Any) -> Any:

@@ -13,9 +13,10 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import common_pb2, worker_pb2
-from baton.errors import DeadlineError, PermissionDeniedError, QueueFullError
+from baton.errors import PermissionDeniedError, QueueFullError
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER
+from baton.rpc.server import read_message
 from baton.rpc.ticket import TicketCheck, request_digest
 
 MAX_READS = 8
@@ -137,12 +138,12 @@ class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         metadata: Any = handler_call_details.invocation_metadata or ()
         header = next((value for key, value in metadata if key == HEADER), None)
 
-        async def call(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async def call(_: object, context: Any) -> AsyncIterator[Any]:
             ticket = worker_pb2.TicketBody()
             request = None
             try:
                 ticket = self._check.read(header)
-                request = await self._read(requests, context, ticket)
+                request = await self._read(context, ticket)
                 self._check.require(header, request_digest(request))
                 self._report(CallEvent(ticket.nonce, ended=False))
                 async with aclosing(handler.unary_stream(request, context)) as responses:
@@ -164,7 +165,7 @@ class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if not follower.full():
                 follower.put_nowait(event)
 
-    async def _read(self, requests: AsyncIterator[Any], context: Any, ticket: worker_pb2.TicketBody) -> Any:
+    async def _read(self, context: Any, ticket: worker_pb2.TicketBody) -> Any:
         """Return a call's request, when it is its turn.
 
         Raises:
@@ -189,8 +190,4 @@ class TicketedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 self._num_waiting -= 1
                 readers.num_waiting -= 1
             read_s = READ_S + ticket.request_bytes / READ_BYTES_PER_S
-            try:
-                async with asyncio.timeout(read_s):
-                    return await anext(requests)
-            except (TimeoutError, StopAsyncIteration) as error:
-                raise DeadlineError(f"the request did not come within {read_s:.1f} s") from error
+            return await read_message(context, read_s)

@@ -1,4 +1,4 @@
-"""Direct mode: tickets that nobody uses keep no other tenant waiting, whatever their client says."""
+"""Direct mode: unused tickets do not delay other tenants, whatever notices their client sends."""
 
 from __future__ import annotations
 
