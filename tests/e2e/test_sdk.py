@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
+import json
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from baton.types import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 STREAMS, TOKENS = 500, 1200
+CONTEXT = 16384
 TEXTS = [
     "def main():\n",
     "import os\n\n\nclass Reader:\n",
@@ -31,6 +34,16 @@ TEXTS = [
     "for item in range(10):\n    ",
 ]
 LONG = "import os\n\n\ndef main():\n    print(os.environ)\n" * 6
+
+
+@pytest.fixture(scope="module")
+def model(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the demo model with a longer context: a stream can be too long to end before a test acts on it."""
+    copy = tmp_path_factory.mktemp("model") / Path(model).name
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    return str(copy)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -155,37 +168,42 @@ async def test_health_stats_and_explanations(deployment) -> None:
             await other.explain(answer.request_id)  # the router that placed it remembers it
 
 
-async def owner_of_the_stream(client: AsyncClient) -> str:
-    """Return the decode instance that has a request of a router."""
+async def owner_of_the_stream(client: AsyncClient, *, besides: str = "") -> str:
+    """Wait for a decode instance, other than ``besides``, that has a request of a router; returns its id."""
     async with asyncio.timeout(240):
         while True:
             for each in await client.list_instances():
-                if each.in_flight and each.role is Role.DECODE:
+                if each.in_flight and each.role is Role.DECODE and each.instance_id != besides:
                     return each.instance_id
             await asyncio.sleep(0.02)
 
 
 async def test_a_stream_goes_on_when_its_router_and_then_its_instance_is_killed(deployment, model) -> None:
-    """No token and no character is repeated or missing, whoever dies."""
+    """No token and no character is repeated or missing, whoever dies.
+
+    The request asks for all of the context, so that its stream cannot end, however late this test reads it, before its
+    instance is known and killed. It is cancelled once the tokens that are compared have come.
+    """
     supervisor, addresses = deployment
-    decodes = [spec.name for spec in supervisor.plan.workers if spec.role == Role.DECODE.value]
-    (expected,) = hf_greedy(model, [Tokenizer.load(model).encode(LONG)], TOKENS)
+    tokenizer = Tokenizer.load(model)
+    prompt = tokenizer.encode(LONG)
+    (expected,) = hf_greedy(model, [prompt], TOKENS)
+    most = CONTEXT - len(prompt) - 1
     async with AsyncClient(addresses, timeout=400) as client, AsyncClient(addresses[1]) as second:
         tokens: list[int] = []
         text = ""
-        stream = await client.generate(LONG, stream=True, max_tokens=TOKENS, temperature=0)
+        stream = await client.generate(LONG, stream=True, max_tokens=most, temperature=0, ignore_eos=True)
         async with stream:
             async for chunk in stream:
                 before, tokens, text = len(tokens), [*tokens, *chunk.token_ids], text + chunk.text
                 if before < 10 <= len(tokens):
                     supervisor.kill("router")
                 if before < 60 <= len(tokens):
-                    for name in decodes:  # or it would be at its end before we know whose it is
-                        supervisor.processes[name].send_signal(signal.SIGSTOP)
-                    supervisor.kill(await owner_of_the_stream(second))
-                    for name in decodes:
-                        supervisor.processes[name].send_signal(signal.SIGCONT)
-        assert tokens == expected
-        assert text == stream.result().text
-        assert stream.trace is not None
-        assert stream.trace.num_migrations >= 1
+                    killed = await owner_of_the_stream(second)
+                    supervisor.kill(killed)
+                    await owner_of_the_stream(second, besides=killed)
+                if len(tokens) >= TOKENS:
+                    break
+        assert tokens[:TOKENS] == expected
+        assert tokenizer.decode(tokens).startswith(text)
+        await idle(second)
