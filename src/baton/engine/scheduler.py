@@ -18,6 +18,8 @@ prefill (in chunks), admission from the queue. Beside decodes, prompts are cut d
   a stream that has begun does not pause. If it errs, preemption helps.
 * A big request at the queue's head lets smaller ones pass while there is no room for it, :data:`PASSES` times; then it
   is not overtaken any more, so it is not starved. What has begun to answer is never overtaken.
+* A prompt whose next block a running prompt is computing waits for that block, rather than compute it a second time,
+  and others pass it meanwhile. It waits for what runs and is no less important, so what it waits for makes progress.
 * Under the policy ``priority`` a request preempts what is less important, for a slot of the batch or for blocks.
 * *Background* requests (:data:`~baton.types.BACKGROUND_PRIORITY`) come last under every policy, may be preempted by all
   others, and get nothing in steps that compute another request's prompt. Beside decodes they may add a little to a
@@ -45,6 +47,7 @@ from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.sequence import PrefixHit, Sequence, SequenceState, SortKey, WindowGroups
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
 from baton.errors import InternalError
+from baton.hashing import BlockHash
 from baton.kv_cache.block_pool import BlockPool
 from baton.types import BACKGROUND_PRIORITY, FinishReason
 
@@ -467,6 +470,8 @@ class Scheduler:
             # What may come from outside costs this step nothing.
             if not budget or (room is not None and room.full and not self._bridge.may_load(sequence)):
                 return
+            if sequence.awaits_prefix and self._prefix_is_computed(sequence):
+                continue
             if len(self.running) >= self._max_seqs:
                 if not (victims := self._preemption_victims(sequence)):
                     return
@@ -524,7 +529,7 @@ class Scheduler:
         """Allocate a sequence's blocks and start it or its load.
 
         Returns:
-            Whether it was admitted; ``None``: its load has to wait for other loads.
+            Whether it was admitted; ``None``: its load has to wait for other loads, or it for blocks of its prefix.
         """
         prefix = self._find_prefix(sequence)
         need = (-(-sequence.num_tokens // self._block_size) - len(prefix.block_ids)) * self._groups.count
@@ -537,6 +542,9 @@ class Scheduler:
         num_local = len(prefix.block_ids) * self._block_size
         load = self._bridge.plan_load(sequence, num_local)
         loads = load is not None and load.num_tokens > num_local
+        sequence.awaits_prefix = not loads and self._prefix_is_computed(sequence)
+        if sequence.awaits_prefix:
+            return None
         self._dequeue(sequence)
         if loads and not may_load:
             self.waiting_to_load.push(sequence)
@@ -566,9 +574,26 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> PrefixHit:
         """Return cached blocks of a sequence, at most all but its last token: logits come from computing one."""
+        return self._groups.match(self._pool, self._prefix_hashes(sequence))
+
+    def _prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Return the hashes of the blocks that a sequence may take from the prefix cache."""
         caching = self._caching and not sequence.wants_prompt_logprobs
-        hashes = sequence.hash_blocks(sequence.num_tokens - 1, self._block_size) if caching else []
-        return self._groups.match(self._pool, hashes)
+        return sequence.hash_blocks(sequence.num_tokens - 1, self._block_size) if caching else []
+
+    def _prefix_is_computed(self, sequence: Sequence) -> bool:
+        """Whether a running sequence, no less important, computes a block that a waiting one will find in the cache.
+
+        A block's hash stands for all tokens up to its end, so comparing the first block that the running one has yet
+        to compute is enough.
+        """
+        hashes = self._prefix_hashes(sequence)
+        for other in self.running:
+            at = other.num_committed
+            shared = at < len(hashes) and at < len(other.hashes) and hashes[at] == other.hashes[at]
+            if shared and other.group.priority <= sequence.group.priority:
+                return True
+        return False
 
     def finish_load(self, sequence: Sequence) -> None:
         """Queue a sequence whose load has finished for the next free slot of the batch."""

@@ -262,6 +262,7 @@ class Sequence:
         num_drafted: Draft tokens that were verified.
         num_accepted: Draft tokens that were accepted.
         num_passed: Later sequences that were admitted first, while there was no room for this one.
+        awaits_prefix: Whether it waited, when it was last tried, for blocks that a running sequence computes.
     """
 
     group: RequestGroup
@@ -292,6 +293,7 @@ class Sequence:
     num_reloaded: int = 0
     num_repeated: int = 0
     num_passed: int = 0
+    awaits_prefix: bool = False
     num_drafted: int = 0
     num_accepted: int = 0
 

@@ -517,6 +517,8 @@ class SimulatedEngine:
                 return
             if loads and not self._may_load(sequence):
                 continue
+            if not loads and self._prefix_is_computed(sequence, matched):
+                continue
             if not self._fits(sequence):
                 too_big = too_big or sequence
                 if too_big.num_preemptions or not left:
@@ -554,6 +556,17 @@ class SimulatedEngine:
         """Return the number of leading cached tokens; the last one is always computed, for its logits."""
         matched = BLOCK_TOKENS * self.cache.match_prefix(sequence.names)
         return matched if matched < sequence.prompt else matched - BLOCK_TOKENS
+
+    def _prefix_is_computed(self, sequence: SimulatedSequence, matched: int) -> bool:
+        """Whether a prompt that has begun computes the block that a waiting one lacks next."""
+        at = matched // BLOCK_TOKENS
+        if at >= len(sequence.names) or matched + BLOCK_TOKENS >= sequence.prompt:
+            return False
+        name = sequence.names[at]
+        return any(
+            at < len(other.names) and other.names[at] == name and other.computed // BLOCK_TOKENS <= at
+            for other in self.prefilling
+        )
 
     def _private(self, sequence: SimulatedSequence) -> float:
         """Return the tokens of the pool that a sequence takes beside its prompt's full blocks of 512."""

@@ -305,8 +305,8 @@ def test_in_a_closed_loop_a_session_waits_for_its_answers() -> None:
     turns = [TraceRequest(float(n), 512 * (n + 1), 100, tuple(range(n + 1)), "s", 1000.0) for n in range(3)]
     open_loop, closed = (replay(setup_of(1, 1, closed=each), turns).outcome for each in (False, True))
     assert closed.seconds > 2.0 + 3 * 100 * ENGINE.decode.fixed_s > open_loop.seconds
-    assert [each.computed for each in closed.requests] == [512, 512, 512]
-    assert sum(each.computed for each in open_loop.requests) > 3 * 512, "turns that overlap compute the same blocks"
+    for outcome in (closed, open_loop):  # of turns that overlap, the later ones wait for the blocks of the first one
+        assert [each.computed for each in outcome.requests] == [512, 512, 512]
 
 
 def test_a_prompt_on_a_decode_instance_delays_the_streams_there() -> None:

@@ -416,6 +416,45 @@ def test_a_full_hit_computes_the_tail_alone() -> None:
     assert tokens_of(outputs, "b") == expected(tuple(prompt), 1)
 
 
+def test_a_prefix_that_a_running_prompt_computes_is_not_computed_again() -> None:
+    core, runner = make()
+    shared, other = prompt_of(1, 32), prompt_of(4, 7)
+    prompts = {"first": [*shared, *prompt_of(2, 6)], "second": [*shared, *prompt_of(3, 5)], "other": other}
+    for name, prompt in prompts.items():
+        core.add_request(request(name, prompt, max_tokens=2))
+    outputs = core.step()
+    assert runner.steps[0] == [8, 7], "the second waits for the first one's chunk, and the other one passes it"
+    outputs += run(core)
+    for name, prompt in prompts.items():
+        assert tokens_of(outputs, name) == expected(tuple(prompt), 2)
+    metrics = {output.request_id: output.metrics for output in outputs if output.metrics is not None}
+    assert (metrics[RequestId("second")].cached_tokens, metrics[RequestId("second")].computed_tokens) == (32, 5)
+    assert runner.num_tokens == len(prompts["first"]) + 5 + len(other) + 3
+
+
+def test_an_important_prompt_does_not_wait_for_the_prefix_of_one_that_is_less_important() -> None:
+    core, runner = make(policy="priority", max_num_batched_tokens=16)
+    prompt = prompt_of(1, 32)
+    core.add_request(request("late", prompt, max_tokens=1, priority=5))
+    outputs = core.step()
+    core.add_request(request("soon", prompt, max_tokens=1, priority=1))
+    outputs += core.step()
+    assert runner.steps == [[8], [8, 8]], "both compute"
+    outputs += run(core)
+    assert tokens_of(outputs, "soon") == tokens_of(outputs, "late") == expected(tuple(prompt), 1)
+
+
+def test_a_prefix_is_computed_by_the_next_one_when_its_first_one_is_aborted() -> None:
+    core, _ = make()
+    prompt = prompt_of(1, 32)
+    core.add_request(request("a", prompt, max_tokens=1))
+    core.add_request(request("b", prompt, max_tokens=1))
+    outputs = core.step()
+    core.abort(RequestId("a"))
+    outputs += run(core)
+    assert tokens_of(outputs, "b") == expected(tuple(prompt), 1)
+
+
 def test_the_queue_is_bounded_and_preempted_sequences_do_not_count_against_it_twice() -> None:
     core, _ = make(max_queue=2, max_num_seqs=1)
     core.add_request(request("a", prompt_of(1, 4)))
