@@ -47,9 +47,8 @@ from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.sequence import PrefixHit, Sequence, SequenceState, SortKey, WindowGroups
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
 from baton.errors import InternalError
-from baton.hashing import BlockHash
 from baton.kv_cache.block_pool import BlockPool
-from baton.types import BACKGROUND_PRIORITY, FinishReason
+from baton.types import BACKGROUND_PRIORITY, BlockHash, FinishReason
 
 
 class WaitingQueue:
