@@ -103,76 +103,130 @@ static inline double relative(double load, double smoothing, double mean) {
     return mean <= 0.0 ? 1.0 : (load + smoothing) / mean;
 }
 
+/* The work of computing a prompt's tokens after `matched`, see PromptWork. */
+static inline double prompt_work(double matched, double total, double half) {
+    return (total - matched) * (1.0 + (total + matched) / (2.0 * half));
+}
+
+/* --- scores --- */
+
+/* A prefill instance. The score of its pair with decode instance d, beside both totals and the transfer, is
+   -(base + slope * min(missing, d's missing)). */
+struct prefill_score {
+    double missing, base, slope; /* work of the tokens that it lacks, and the line of computing it */
+    double match, queue, even, total;
+};
+
+/* A decode instance, the prefill on it (local), and loading from slower tiers first (store). */
+struct decode_score {
+    double missing, lacks, bound; /* work of the tokens that it lacks, their number; what its pairs score at most */
+    double load, total;
+    double local_queue, local_prefill, local_stall, local_total;
+    double store_queue, store_load, store_prefill, store_stall, store_total;
+};
+
+/* Set `even`: of the least loaded instance 0, of one that has a mean load more -most, which is also the lowest. */
+static void set_even(const struct side_row *side, struct prefill_score *scores, int64_t count, double cost, double most) {
+    double smoothing = SMOOTHING * cost, level = mean_load(side, count) + smoothing, least = INFINITY;
+    for (int64_t i = 0; i < count; i++) {
+        scores[i].even = relative(side[i].load, smoothing, level);
+        if (scores[i].even < least) least = scores[i].even;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        double behind = least - scores[i].even;
+        scores[i].even = most * (behind < -1.0 ? -1.0 : behind);
+    }
+}
+
+#define DEPTHS 64 /* different amounts that decode instances miss; others are computed one by one */
+
+/* The highest scores of pairs, transfer aside, by what the decode instance misses: most miss the same. */
+struct pair_bounds {
+    const struct prefill_score *rows;
+    int64_t count, num_depths;
+    double depths[DEPTHS], bounds[DEPTHS];
+};
+
+static void begin_bounds(struct pair_bounds *known, const struct prefill_score *rows, int64_t count) {
+    known->rows = rows;
+    known->count = count;
+    known->num_depths = 0;
+}
+
+static double bound_of(struct pair_bounds *known, double needed) {
+    int64_t at = 0;
+    while (at < known->num_depths && known->depths[at] != needed) at++;
+    if (at < known->num_depths) return known->bounds[at];
+    double best = -INFINITY;
+    for (int64_t i = 0; i < known->count; i++) {
+        const struct prefill_score *row = known->rows + i;
+        double score = row->total - row->base - row->slope * (row->missing < needed ? row->missing : needed);
+        if (score > best) best = score;
+    }
+    if (known->num_depths < DEPTHS) {
+        known->depths[known->num_depths] = needed;
+        known->bounds[known->num_depths++] = best;
+    }
+    return best;
+}
+
 /* --- match_minus_load; see MatchMinusLoad.plain_score for the formulas --- */
 
 #define IDLE 1e-6
 #define NOISE 0.1        /* as _NOISE */
 #define STALL_SHARE 0.05 /* as _STALL_SHARE */
 #define LOCAL_COST 0.1   /* as _LOCAL_COST */
-
-struct match_prefill {
-    double load, speed, lately, total;
-};
-
-struct match_decode {
-    double load, total;
-    double local_load, local_speed, local_total; /* of a prefill on the decode instance itself */
-};
+#define EVEN 0.03        /* as _EVEN */
+#define OWN_MATCH 0.02   /* as _OWN_MATCH */
 
 struct match_args {
     const struct side_row *prefill, *decode;
     int64_t num_prefills, num_decodes;
     struct lines computing, decoding, local;
-    double tokens, beta, decode_cost;
+    double tokens, half, beta, prefill_cost, decode_cost; /* half: see PromptWork */
     int64_t with_local, local_measured;
-    struct match_prefill *prefill_scores;
-    struct match_decode *decode_scores;
+    struct prefill_score *prefill_scores;
+    struct decode_score *decode_scores;
 };
 
 static inline double without_noise(double slow) { return fabs(slow - 1.0) < NOISE ? 1.0 : slow; }
 
 static inline double above_mean(double x) { return x >= 1.0 ? x - 1.0 : log(x > IDLE ? x : IDLE); }
 
-static double score_match_prefill(const struct match_args *a) {
+/* Score prefill instances; returns the mean time of the whole prompt. */
+static double score_match_prefill(const struct match_args *a, double whole) {
     int64_t count = a->num_prefills;
     if (!count) return 0.0;
     const struct side_row *side = a->prefill;
-    struct match_prefill *scores = a->prefill_scores;
-    double tokens = a->tokens, beta = a->beta, mean = 0.0, done = 0.0;
+    struct prefill_score *scores = a->prefill_scores;
+    double tokens = a->tokens, beta = a->beta, mean = 0.0;
     for (int64_t i = 0; i < count; i++) {
-        scores[i].total = time_of(&a->computing, i, tokens);
+        scores[i].total = time_of(&a->computing, i, whole);
         mean += scores[i].total;
     }
     mean /= (double)count;
     for (int64_t i = 0; i < count; i++) {
         double slow = mean > 0.0 ? without_noise(scores[i].total / mean) : 1.0;
-        scores[i].load = side[i].work * slow * (-beta / tokens);
-        scores[i].speed = (slow - 1.0) * (side[i].match_rate - 1.0) * beta;
-        scores[i].lately = (side[i].load - side[i].work) * slow;
-        done += scores[i].lately;
+        scores[i] = (struct prefill_score){
+            .missing = prompt_work(side[i].match_rate * tokens, tokens, a->half) / whole,
+            .base = -1.0,
+            .slope = 1.0 + beta * (slow - 1.0),
+            .match = OWN_MATCH * side[i].match_rate,
+            .queue = -beta * slow * side[i].work / whole,
+        };
     }
-    double smoothing = tokens / 4, level = done / (double)count + smoothing;
-    double best_now = -INFINITY, best = -INFINITY;
-    for (int64_t i = 0; i < count; i++) {
-        scores[i].lately = above_mean((scores[i].lately + smoothing) / level) * -beta;
-        double now = side[i].match_rate + scores[i].load + scores[i].speed;
-        scores[i].total = now + scores[i].lately;
-        if (now > best_now) best_now = now;
-        if (scores[i].total > best) best = scores[i].total;
-    }
-    for (int64_t i = 0; i < count; i++) {
-        scores[i].lately += best_now - best;
-        scores[i].total += best_now - best;
-    }
+    set_even(side, scores, count, a->prefill_cost, EVEN);
+    for (int64_t i = 0; i < count; i++) scores[i].total = scores[i].match + scores[i].queue + scores[i].even;
     return mean;
 }
 
 /* Score both sides and, if wanted and possible, the prefill on each decode instance; returns whether it was. */
 int baton_score_match(const struct match_args *a) {
-    double mean = score_match_prefill(a), tokens = a->tokens, beta = a->beta;
+    double tokens = a->tokens, beta = a->beta, whole = prompt_work(0.0, tokens, a->half);
+    double mean = score_match_prefill(a, whole);
     int64_t count = a->num_decodes;
     const struct side_row *side = a->decode;
-    struct match_decode *scores = a->decode_scores;
+    struct decode_score *scores = a->decode_scores;
     double running = 0.0, steps = 0.0;
     for (int64_t i = 0; i < count; i++) running += side[i].sequences;
     for (int64_t i = 0; i < count; i++) {
@@ -181,39 +235,32 @@ int baton_score_match(const struct match_args *a) {
     }
     double share = (double)count / steps, smoothing = SMOOTHING * a->decode_cost;
     double level = mean_load(side, count) + smoothing;
+    int with_local = a->with_local && mean > 0.0;
     for (int64_t i = 0; i < count; i++) {
-        double busy = relative(side[i].load, smoothing, level) * without_noise(scores[i].total * share);
-        scores[i].load = -beta * (1.0 + above_mean(busy));
-        scores[i].total = side[i].match_rate + scores[i].load;
+        struct decode_score *row = scores + i;
+        double busy = relative(side[i].load, smoothing, level) * without_noise(row->total * share);
+        row->load = -beta * (1.0 + above_mean(busy));
+        row->total = side[i].match_rate + row->load;
+        row->missing = prompt_work(side[i].match_rate * tokens, tokens, a->half) / whole;
+        row->lacks = 0.0; /* the transfer is not counted */
+        if (!with_local) continue;
+        double here = a->local_measured ? time_of(&a->local, i, whole) / mean : 1.0;
+        double stalled = here * (1.0 + STALL_SHARE * side[i].sequences);
+        row->local_queue = -beta * (here * side[i].waiting / whole + LOCAL_COST);
+        row->local_prefill = 1.0 - row->missing;
+        row->local_stall = -beta * (stalled - 1.0) * row->missing;
+        row->local_total = row->local_queue + row->local_prefill + row->local_stall;
     }
-    if (!a->with_local || !(mean > 0.0)) return 0;
-    for (int64_t i = 0; i < count; i++) {
-        double here = a->local_measured ? time_of(&a->local, i, tokens) / mean : 1.0;
-        scores[i].local_load = (here * side[i].waiting + LOCAL_COST * tokens) * (-beta / tokens);
-        scores[i].local_speed =
-            (here * (1.0 + STALL_SHARE * side[i].sequences) - 1.0) * (side[i].match_rate - 1.0) * beta;
-        scores[i].local_total = side[i].match_rate + scores[i].local_load + scores[i].local_speed;
-    }
-    return 1;
+    struct pair_bounds bounds;
+    begin_bounds(&bounds, a->prefill_scores, a->num_prefills);
+    for (int64_t i = 0; i < count; i++) scores[i].bound = bound_of(&bounds, scores[i].missing);
+    return with_local;
 }
 
 /* --- cost_ms; see CostMs.plain_score for the formulas --- */
 
 #define STALL_MS 0.1   /* as _STALL_SHARE */
 #define EVEN_SHARE 0.1 /* as _EVEN_SHARE */
-#define DEPTHS 64      /* different numbers of tokens that decode instances miss; others are computed one by one */
-
-struct cost_prefill {
-    double missing, base, slope; /* tokens to compute, and their line */
-    double queue, even, total;
-};
-
-struct cost_decode {
-    double missing, bound; /* tokens that it lacks; what its pairs score at most */
-    double total;
-    double local_queue, local_prefill, local_stall, local_total;
-    double store_queue, store_load, store_prefill, store_stall, store_total;
-};
 
 struct cost_args {
     const struct side_row *prefill, *decode;
@@ -222,75 +269,46 @@ struct cost_args {
     struct lines computing, decoding, local, store;
     const double *least; /* per decode instance: least base and slope of transfers to it */
     double least_base, least_slope;
-    double tokens, sequences, expected, kv_bytes, prefill_cost;
+    double tokens, half, sequences, expected, kv_bytes, prefill_cost;
     double threshold; /* missing tokens; -1: none */
-    struct cost_prefill *prefill_scores;
-    struct cost_decode *decode_scores;
+    struct prefill_score *prefill_scores;
+    struct decode_score *decode_scores;
 };
-
-/* The highest score of pairs with a decode instance that misses `needed` tokens, transfer aside. */
-static double bound_without_transfer(const struct cost_prefill *rows, int64_t count, double needed) {
-    double best = -INFINITY;
-    for (int64_t i = 0; i < count; i++) {
-        double computed = rows[i].missing < needed ? rows[i].missing : needed;
-        double score = rows[i].total - rows[i].base - rows[i].slope * computed;
-        if (score > best) best = score;
-    }
-    return best;
-}
 
 static void score_cost_prefill(const struct cost_args *a) {
     int64_t count = a->num_prefills;
     if (!count) return;
     const struct side_row *side = a->prefill;
-    struct cost_prefill *scores = a->prefill_scores;
-    double most_held = 0.0, shortest = INFINITY, least_load = INFINITY;
+    struct prefill_score *scores = a->prefill_scores;
+    double most_held = 0.0, shortest = INFINITY;
     for (int64_t i = 0; i < a->num_decodes; i++)
         if (a->decode[i].matched > most_held) most_held = a->decode[i].matched;
-    double smoothing = SMOOTHING * a->prefill_cost, level = mean_load(side, count) + smoothing;
     for (int64_t i = 0; i < count; i++) {
         struct line line = line_of(&a->computing, &a->computing.row, i);
         double known = side[i].matched > most_held ? side[i].matched : most_held;
-        double ms = line.base + line.slope * (a->tokens - known);
+        double ms = line.base + line.slope * prompt_work(known, a->tokens, a->half);
         if (ms < shortest) shortest = ms;
-        scores[i].missing = a->tokens - side[i].matched;
+        scores[i].missing = prompt_work(side[i].matched, a->tokens, a->half);
         scores[i].base = line.base;
         scores[i].slope = line.slope;
         scores[i].queue = -side[i].work * line.slope;
-        scores[i].even = relative(side[i].load, smoothing, level);
-        if (scores[i].even < least_load) least_load = scores[i].even;
     }
-    for (int64_t i = 0; i < count; i++) {
-        double behind = least_load - scores[i].even;
-        scores[i].even = EVEN_SHARE * shortest * (behind < -1.0 ? -1.0 : behind);
-        scores[i].total = scores[i].queue + scores[i].even;
-    }
+    set_even(side, scores, count, a->prefill_cost, EVEN_SHARE * shortest);
+    for (int64_t i = 0; i < count; i++) scores[i].total = scores[i].queue + scores[i].even;
 }
 
 /* Set the bounds of all decode instances' pairs. */
 static void bound_pairs(const struct cost_args *a) {
-    double depths[DEPTHS], bounds[DEPTHS];
-    int64_t num_depths = 0;
+    struct pair_bounds bounds;
+    begin_bounds(&bounds, a->prefill_scores, a->num_prefills);
     for (int64_t i = 0; i < a->num_decodes; i++) {
-        struct cost_decode *row = a->decode_scores + i;
+        struct decode_score *row = a->decode_scores + i;
         row->bound = -INFINITY;
-        if (!a->num_prefills || (a->threshold >= 0.0 && row->missing < a->threshold)) continue;
-        int64_t at = 0; /* most decode instances miss the same number of tokens */
-        while (at < num_depths && depths[at] != row->missing) at++;
-        double bound;
-        if (at < num_depths) {
-            bound = bounds[at];
-        } else {
-            bound = bound_without_transfer(a->prefill_scores, a->num_prefills, row->missing);
-            if (num_depths < DEPTHS) {
-                depths[num_depths] = row->missing;
-                bounds[num_depths++] = bound;
-            }
-        }
+        if (!a->num_prefills || (a->threshold >= 0.0 && row->lacks < a->threshold)) continue;
         double fixed = a->least[2 * i], per_byte = a->least[2 * i + 1];
         if (a->least_base < fixed) fixed = a->least_base;
         if (a->least_slope < per_byte) per_byte = a->least_slope;
-        row->bound = bound - fixed - per_byte * a->kv_bytes * row->missing;
+        row->bound = bound_of(&bounds, row->missing) - fixed - per_byte * a->kv_bytes * row->lacks;
     }
 }
 
@@ -300,17 +318,19 @@ void baton_score_cost(const struct cost_args *a) {
     score_cost_prefill(a);
     for (int64_t i = 0; i < a->num_decodes; i++) {
         const struct side_row *side = a->decode + i;
-        struct cost_decode *row = a->decode_scores + i;
+        struct decode_score *row = a->decode_scores + i;
         row->total = -a->expected * time_of(&a->decoding, i, side->sequences + a->sequences);
-        row->missing = a->tokens - side->matched;
+        row->lacks = a->tokens - side->matched;
+        row->missing = prompt_work(side->matched, a->tokens, a->half);
         struct line own = line_of(&a->local, &a->local.row, i);
         row->local_queue = -own.slope * side->waiting;
         row->local_prefill = -(own.base + own.slope * row->missing);
-        if (a->threshold >= 0.0 && row->missing >= a->threshold) row->local_prefill = -INFINITY;
+        if (a->threshold >= 0.0 && row->lacks >= a->threshold) row->local_prefill = -INFINITY;
         row->local_stall = -STALL_MS * side->sequences * own.slope * row->missing;
         row->local_total = row->local_queue + row->local_prefill + row->local_stall;
         if (!a->loadable) continue;
-        double more = a->loadable[i] - side->matched, rest = a->tokens - a->loadable[i];
+        double more = a->loadable[i] - side->matched;
+        double rest = prompt_work(a->loadable[i], a->tokens, a->half);
         row->store_queue = row->local_queue;
         row->store_load = more > 0.0 ? -time_of(&a->store, i, a->kv_bytes * more) : -INFINITY;
         row->store_prefill = -(own.base + own.slope * rest);
@@ -324,8 +344,8 @@ void baton_score_cost(const struct cost_args *a) {
 
 /* The scores of pairs beyond those of their two instances: minus the milliseconds that cost_ms predicts. */
 struct pairs {
-    const struct cost_prefill *prefill;
-    const struct cost_decode *decode;
+    const struct prefill_score *prefill;
+    const struct decode_score *decode;
     const struct line_row *rows; /* transfers to each decode instance */
     struct lines moving;         /* `row` is unused */
     double kv_bytes, threshold;
@@ -360,11 +380,12 @@ static void fill_column(const struct options *o, const struct pairs *pairs, int6
         for (int64_t p = 0; p < count; p++) out[p] = total_of(&o->prefill, p);
         return;
     }
-    double needed = pairs->decode[d].missing, bytes = pairs->kv_bytes * needed;
-    int refused = pairs->threshold >= 0.0 && needed < pairs->threshold;
+    double needed = pairs->decode[d].missing, lacks = pairs->decode[d].lacks, bytes = pairs->kv_bytes * lacks;
+    int refused = pairs->threshold >= 0.0 && lacks < pairs->threshold;
     for (int64_t p = 0; p < count; p++) {
-        const struct cost_prefill *row = pairs->prefill + p;
-        struct line move = line_of(&pairs->moving, pairs->rows + d, p);
+        const struct prefill_score *row = pairs->prefill + p;
+        struct line move = {0.0, 0.0};
+        if (pairs->rows) move = line_of(&pairs->moving, pairs->rows + d, p);
         double computed = row->base + row->slope * (row->missing < needed ? row->missing : needed);
         out[p] = refused ? -INFINITY : total_of(&o->prefill, p) - (computed + (move.base + move.slope * bytes));
     }
@@ -513,31 +534,27 @@ static const struct {
     FIELD(line_row, block), FIELD(line_row, size),
     SIZE(lines),
     FIELD(lines, row), FIELD(lines, columns), FIELD(lines, base), FIELD(lines, slope), FIELD(lines, oldest),
-    SIZE(match_prefill),
-    FIELD(match_prefill, load), FIELD(match_prefill, speed), FIELD(match_prefill, lately),
-    FIELD(match_prefill, total),
-    SIZE(match_decode),
-    FIELD(match_decode, load), FIELD(match_decode, total), FIELD(match_decode, local_load),
-    FIELD(match_decode, local_speed), FIELD(match_decode, local_total),
+    SIZE(prefill_score),
+    FIELD(prefill_score, missing), FIELD(prefill_score, base), FIELD(prefill_score, slope),
+    FIELD(prefill_score, match), FIELD(prefill_score, queue), FIELD(prefill_score, even), FIELD(prefill_score, total),
+    SIZE(decode_score),
+    FIELD(decode_score, missing), FIELD(decode_score, lacks), FIELD(decode_score, bound), FIELD(decode_score, load),
+    FIELD(decode_score, total), FIELD(decode_score, local_queue), FIELD(decode_score, local_prefill),
+    FIELD(decode_score, local_stall), FIELD(decode_score, local_total), FIELD(decode_score, store_queue),
+    FIELD(decode_score, store_load), FIELD(decode_score, store_prefill), FIELD(decode_score, store_stall),
+    FIELD(decode_score, store_total),
     SIZE(match_args),
     FIELD(match_args, prefill), FIELD(match_args, decode), FIELD(match_args, num_prefills),
     FIELD(match_args, num_decodes), FIELD(match_args, computing), FIELD(match_args, decoding),
-    FIELD(match_args, local), FIELD(match_args, tokens), FIELD(match_args, beta), FIELD(match_args, decode_cost),
+    FIELD(match_args, local), FIELD(match_args, tokens), FIELD(match_args, half), FIELD(match_args, beta),
+    FIELD(match_args, prefill_cost), FIELD(match_args, decode_cost),
     FIELD(match_args, with_local), FIELD(match_args, local_measured), FIELD(match_args, prefill_scores),
     FIELD(match_args, decode_scores),
-    SIZE(cost_prefill),
-    FIELD(cost_prefill, missing), FIELD(cost_prefill, base), FIELD(cost_prefill, slope), FIELD(cost_prefill, queue),
-    FIELD(cost_prefill, even), FIELD(cost_prefill, total),
-    SIZE(cost_decode),
-    FIELD(cost_decode, missing), FIELD(cost_decode, bound), FIELD(cost_decode, total),
-    FIELD(cost_decode, local_queue), FIELD(cost_decode, local_prefill), FIELD(cost_decode, local_stall),
-    FIELD(cost_decode, local_total), FIELD(cost_decode, store_queue), FIELD(cost_decode, store_load),
-    FIELD(cost_decode, store_prefill), FIELD(cost_decode, store_stall), FIELD(cost_decode, store_total),
     SIZE(cost_args),
     FIELD(cost_args, prefill), FIELD(cost_args, decode), FIELD(cost_args, loadable), FIELD(cost_args, num_prefills),
     FIELD(cost_args, num_decodes), FIELD(cost_args, computing), FIELD(cost_args, decoding), FIELD(cost_args, local),
     FIELD(cost_args, store), FIELD(cost_args, least), FIELD(cost_args, least_base), FIELD(cost_args, least_slope),
-    FIELD(cost_args, tokens), FIELD(cost_args, sequences), FIELD(cost_args, expected), FIELD(cost_args, kv_bytes),
+    FIELD(cost_args, tokens), FIELD(cost_args, half), FIELD(cost_args, sequences), FIELD(cost_args, expected), FIELD(cost_args, kv_bytes),
     FIELD(cost_args, prefill_cost), FIELD(cost_args, threshold), FIELD(cost_args, prefill_scores),
     FIELD(cost_args, decode_scores),
     SIZE(pairs),

@@ -204,7 +204,7 @@ async def test_explain_command(watched: Watched, capsys: pytest.CaptureFixture[s
     assert "cmpl-odd" not in capsys.readouterr().out
     assert await watched.explain("two", *key) == 0
     text = capsys.readouterr().out
-    for part in ("cmpl-two-", "chosen", "= score", "d0", "d1", "p0", "match", "TTFT"):
+    for part in ("cmpl-two-", "chosen", "= pair score", "d0", "d1", "p0", "match", "TTFT"):
         assert part in text
     assert await watched.explain("two", "--json", *key) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "done"

@@ -41,7 +41,7 @@ def candidate(name: str, own: dict[str, float], **fields: Any) -> dict[str, Any]
     return {**found, "score": sum(sum(part.values()) for part in parts)}
 
 
-PREFILL_OWN = {"match": 0.71, "load": -0.2, "speed": 0.0, "lately": 0.05}
+PREFILL_OWN = {"match": 0.71, "load": -0.2, "speed": 0.0, "even": -0.02}
 DECODE_OWN = {"match": 0.0, "load": -0.1}
 EXPLAINED: dict[str, Any] = {
     "id": "cmpl-a-request-with-a-name-of-its-own-0123456789abcdef0123456789abcdef", "time_iso": "2026-11-28T07:30:17Z",
@@ -118,7 +118,7 @@ def test_a_rows_numbers_add_up() -> None:
     assert (name, match_rate, match, partner) == ("decode-0", "71%", "0.710", "prefill-1")
     assert float(match) + float(load) == pytest.approx(float(own), abs=2e-3)
     assert float(own) + float(partner_score) == pytest.approx(float(score), abs=2e-3)
-    (head,) = (line for line in lines if line.startswith("instance") and "lately" not in line)
+    (head,) = (line for line in lines if line.startswith("instance") and "even" not in line)
     assert head.split() == ["instance", "match", "rate", "load", "x", "mean", "match", "+", "load", "=", "own", "with",
                             "+", "partner", "=", "pair", "score"]  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The work in flight on an instance, as this router counts it, immediately and without waiting for a report.
 
 The unit is one token of work, plus ``REQUEST_OVERHEAD_TOKENS`` for each sequence. On a prefill instance a request
-counts its prompt tokens that matched nothing there, until the first token arrives; on a decode instance the tokens of
-all its sequences, prompt included, until it ends.
+counts its prompt tokens that neither it nor the decode instance holds, those with a long context more (``PromptWork``),
+until the first token arrives; on a decode instance the tokens of all its sequences, prompt included, until it ends.
 
 Reports of the instance show what *others* (a second router, a client that calls workers directly) have placed there:
 the part of a report beyond what this router had in flight at that moment is added. So this router's requests count

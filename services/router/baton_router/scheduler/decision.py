@@ -26,9 +26,9 @@ from baton_router.scheduler.policy import Choice, FloatArray, Ratings, Side, bes
 
 RUNNING = "running"
 _MAX_RECORDS = 1000
-_MAX_NUMBERS = 500_000
-"""Scores of candidates and pairs in all remembered decisions, about 30 bytes each; with hundreds of instances fewer
-decisions are remembered."""
+_MAX_NUMBERS = 200_000
+"""Candidates in all remembered decisions, about 100 bytes each, and scores of pairs unless they are computed when they
+are read; with hundreds of instances fewer decisions are remembered."""
 
 
 class Term(NamedTuple):
@@ -366,7 +366,7 @@ class DecisionLog:
         record.placements.append((self._now() - record.began, decision))
         if record.kept:
             size = len(decision.prefill.ids) + len(decision.decode.ids)
-            if decision.ratings.pairs is not None:
+            if (pairs := decision.ratings.pairs) is not None and pairs.packed is None:
                 size += len(decision.prefill.ids) * len(decision.decode.ids)
             record.numbers += size
             self._numbers += size

@@ -28,36 +28,17 @@ LINE_ROW = Layout("line_row", layout_of, block="q", size="q")
 LINES = Layout("lines", layout_of, row=LINE_ROW, columns="q", base="d", slope="d", oldest="d")
 """Fields as :meth:`baton_router.scheduler.speeds.Lines.packed` returns them."""
 
-MATCH_PREFILL = Layout("match_prefill", layout_of, load="d", speed="d", lately="d", total="d")
-"""Terms of ``match_minus_load`` of a prefill instance, beside its match rate."""
-MATCH_DECODE = Layout("match_decode", layout_of, load="d", total="d", local_load="d", local_speed="d", local_total="d")
-"""Terms of a decode instance, and of the prefill on it (``local``), beside its match rate."""
-MATCH_ARGS = Layout(
-    "match_args",
-    layout_of,
-    prefill="q",
-    decode="q",
-    num_prefills="q",
-    num_decodes="q",
-    computing=LINES,
-    decoding=LINES,
-    local=LINES,
-    tokens="d",
-    beta="d",
-    decode_cost="d",
-    with_local="q",
-    local_measured="q",
-    prefill_scores="q",
-    decode_scores="q",
-)
-
-COST_PREFILL = Layout("cost_prefill", layout_of, missing="d", base="d", slope="d", queue="d", even="d", total="d")
-"""Terms of ``cost_ms`` of a prefill instance; tokens that it misses, base and slope of computing them."""
-COST_DECODE = Layout(
-    "cost_decode",
+PREFILL_SCORE = Layout(
+    "prefill_score", layout_of, missing="d", base="d", slope="d", match="d", queue="d", even="d", total="d"
+)  # fmt: skip
+"""Terms of a prefill instance; the work that it misses, base and slope of computing it."""
+DECODE_SCORE = Layout(
+    "decode_score",
     layout_of,
     missing="d",
+    lacks="d",
     bound="d",
+    load="d",
     total="d",
     local_queue="d",
     local_prefill="d",
@@ -69,8 +50,29 @@ COST_DECODE = Layout(
     store_stall="d",
     store_total="d",
 )
-"""Terms of a decode instance, of the prefill on it (``local``), and of loading first (``store``); tokens that it
-misses, and the upper bound of its pairs' scores."""
+"""Terms of a decode instance, of the prefill on it (``local``), and of loading first (``store``); the work that it
+misses, the tokens that it lacks, and the upper bound of its pairs' scores. A policy fills those that it has."""
+MATCH_ARGS = Layout(
+    "match_args",
+    layout_of,
+    prefill="q",
+    decode="q",
+    num_prefills="q",
+    num_decodes="q",
+    computing=LINES,
+    decoding=LINES,
+    local=LINES,
+    tokens="d",
+    half="d",
+    beta="d",
+    prefill_cost="d",
+    decode_cost="d",
+    with_local="q",
+    local_measured="q",
+    prefill_scores="q",
+    decode_scores="q",
+)
+
 COST_ARGS = Layout(
     "cost_args",
     layout_of,
@@ -87,6 +89,7 @@ COST_ARGS = Layout(
     least_base="d",
     least_slope="d",
     tokens="d",
+    half="d",
     sequences="d",
     expected="d",
     kv_bytes="d",
@@ -97,8 +100,9 @@ COST_ARGS = Layout(
 )
 
 PAIRS = Layout("pairs", layout_of, prefill="q", decode="q", rows="q", moving=LINES, kv_bytes="d", threshold="d")
-"""The scores of pairs: addresses of ``COST_PREFILL`` and ``COST_DECODE`` rows and of the rows of transfers to each
-decode instance, columns of the latter, KV bytes per token, missing tokens below which there is no pair (-1: none)."""
+"""The scores of pairs: addresses of ``PREFILL_SCORE`` and ``DECODE_SCORE`` rows and of the rows of transfers to each
+decode instance (0: they cost nothing), columns of the latter, KV bytes per token, missing tokens below which there is
+no pair (-1: none)."""
 _COLUMN = Layout("column", layout_of, first="q", stride="q")
 OPTIONS = Layout(
     "options",

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.api.v1 import common_pb2
+from baton.hashing import HashChain
 from baton.types import PrefillPath
 from baton_router.indexer.prefix_index import PendingChain
 from baton_router.registry.instance import Instance
@@ -78,6 +79,8 @@ class Placement:
         decode_reservation: Share of the decode instance's load.
         prefill_reservation: Share of the first prefill instance's load.
         decode_pending: Blocks that the decode instance is expected to hold.
+        decode_chain: The prompt's blocks that it will hold, from the first token on; ``None``: it counts as holding
+            them already, or nothing was reserved.
         prefill_pending: Blocks that the first prefill instance is expected to hold.
         ahead: Work in flight on the prefill instance before this request, in tokens.
         running: Sequences in flight on the decode instance, including this request's.
@@ -92,6 +95,7 @@ class Placement:
     decode_reservation: LoadReservation | None = None
     prefill_reservation: LoadReservation | None = None
     decode_pending: PendingChain | None = None
+    decode_chain: HashChain | None = None
     prefill_pending: PendingChain | None = None
     ahead: float = 0.0
     running: int = 0
@@ -114,8 +118,11 @@ class Placement:
         return 1 if path is PrefillPath.REMOTE else _NEVER_REMOTE
 
     def prefilled(self) -> None:
-        """Release the shares of the prefill instance: the first token has arrived."""
+        """Release the shares of the prefill instance: the first token has arrived, so decode has the prompt's KV."""
         self._computed = True
+        if self.decode_chain is not None:
+            self.decode_pending = self.decode.events.add_pending(self.decode_chain)
+            self.decode_chain = None
         if self.decode_reservation is not None:
             self.decode_reservation.prefilled()
         self._release_prefill()
@@ -137,6 +144,7 @@ class Placement:
         if self.decode_pending is not None:
             self._release_pending(self.decode, self.decode_pending)
             self.decode_pending = None
+        self.decode_chain = None
         speeds = self.speeds
         self.speeds = None
         if speeds is not None and self.trace is not None and self._first is not None:

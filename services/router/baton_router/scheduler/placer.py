@@ -28,7 +28,7 @@ from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.policy import Policy, Request, Side, choose, prefill_order
 from baton_router.scheduler.roster import Candidates, Part, knows_grammars, only_compatible
-from baton_router.scheduler.speeds import Speeds
+from baton_router.scheduler.speeds import PromptWork, Speeds
 
 _NAME = "baton_router_"
 _RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
@@ -198,6 +198,7 @@ class Placer:
         self._policy = policy
         self._metrics = metrics
         self._speeds = speeds
+        self._prompt_work = PromptWork() if speeds is None else speeds.work
         self._max_prefills = max_prefills
         self._threshold = threshold
         tiers = tiers or LowerTiers()
@@ -370,6 +371,10 @@ class Placer:
         )
         return Placement(target, chosen, decision, self._threshold)
 
+    def _work(self, matched: float, total: int) -> int:
+        """Return the work of computing a prompt's tokens after ``matched``."""
+        return round(self._prompt_work.of(float(matched), max(matched, total)))
+
     def _reserve_decode(
         self, request: PlacementRequest, placement: Placement, part: Part, chains: dict[int, HashChain]
     ) -> InstanceId:
@@ -381,9 +386,15 @@ class Placer:
         # A request whose prompt was computed beforehand shows nothing about the times of the usual order.
         placement.speeds = self._speeds if request.prefilled is None else None
         placement.running = load.requests + request.num_sequences
-        own = total - int(decision.decode.matched[at]) if decision.path is PrefillPath.LOCAL else 0
+        own = self._work(decision.decode.matched[at], total) if decision.path is PrefillPath.LOCAL else 0
         placement.decode_reservation = LoadReservation(load, total, request.num_sequences, own)
-        placement.decode_pending = placement.decode.events.add_pending(chains[part.formats[at]])
+        chain = chains[part.formats[at]]
+        if decision.path in (None, PrefillPath.REMOTE) and placement.prefill:
+            # The KV is there when it was computed elsewhere and has arrived. A request that followed it there before
+            # would find nothing to begin with; it should go where the prompt is being computed.
+            placement.decode_chain = chain
+        else:
+            placement.decode_pending = placement.decode.events.add_pending(chain)
         return decision.decode.ids[at]
 
     def _reserve_prefill(self, placement: Placement, part: Part, chains: dict[int, HashChain]) -> list[InstanceId]:
@@ -394,8 +405,8 @@ class Placer:
         first = placement.prefill[0]
         at = decision.prefill_order[0]
         placement.ahead = first.load.work
-        missing = max(0, decision.prompt_tokens - int(decision.prefill.matched[at]))
-        placement.prefill_reservation = LoadReservation(first.load, missing)
+        held = max(decision.prefill.matched[at], decision.decode.matched[decision.choice.decode])
+        placement.prefill_reservation = LoadReservation(first.load, self._work(held, decision.prompt_tokens))
         placement.prefill_pending = first.events.add_pending(chains[part.formats[at]])
         return [decision.prefill.ids[at]]
 

@@ -46,13 +46,16 @@ async def test_holds_and_expectations_are_made_of_the_instances_own_blocks() -> 
     assert (placement.decode.address, placement.prefill[0].address) == ("d:1", "p:2")
     assert cluster.loads() == {"d:1": (1, 40), "p:2": (1, 20)}
     index = cluster.registry.index
-    assert index.num_pending(cluster.get("d:1").events.slot) == 5, "blocks of eight"
+    assert index.num_pending(cluster.get("d:1").events.slot) == 0, "the KV is not there yet"
     assert index.num_pending(cluster.get("p:2").events.slot) == 10, "blocks of four"
+    placement.prefilled()
+    assert index.num_pending(cluster.get("d:1").events.slot) == 5, "blocks of eight"
     again = cluster.placer.place(PlacementRequest(PROMPT), reserve=False)
     assert again is not None
     rates = {x.instance_id: x.match_rate for x in again.decision.candidates}
     assert rates == {"p:1": 0.0, "p:2": 1.0, "d:1": 1.0, "d:2": 0.0}
     placement.release()
+    cluster.settle()
     assert nothing_expected(cluster)
     await cluster.registry.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from array import array
 from collections import Counter
@@ -128,6 +129,7 @@ async def test_a_choice_by_cost_is_told_to_decode_and_an_operators_threshold_ove
 async def test_a_request_that_was_served_teaches_its_instances_speeds(cluster: Cluster) -> None:
     clock = [0.0]
     speeds = Speeds(lambda: clock[0])
+    speeds.work.half = math.inf
     placer = cluster.make_placer(speeds=speeds)
     for _ in range(5):
         placement = placer.place(PlacementRequest(PROMPT))

@@ -71,9 +71,13 @@ def test_match_wins_until_its_place_is_too_busy() -> None:
     policy = make_policy("match_minus_load")
     assert best(policy, side([0, 0, 0, 0.9], [0, 0, 0, 50])) == "d"
     assert best(policy, side([0, 0, 0, 0.2], [0, 0, 0, 400])) != "d"
-    scores = policy.score(REQUEST, side([0.5], [2000], role=Role.PREFILL), side()).prefill
-    assert scores.totals == pytest.approx([0.5 - 0.5 * 2]), "two prompts like this one wait there"
-    assert scores.explain(0) == {"match": 0.5, "load": pytest.approx(-1.0), "speed": 0.0, "lately": 0.0}
+    ratings = policy.score(REQUEST, side([0.5], [2020], role=Role.PREFILL), side([0, 0.5, 0.8]))
+    assert ratings.prefill.totals == pytest.approx([0.01 - 0.5 * 2]), "two prompts like this one wait there"
+    assert ratings.prefill.explain(0) == {"match": 0.01, "load": pytest.approx(-1.0), "even": 0.0}
+    assert ratings.pairs is not None
+    matches = [ratings.pairs.rows[d][0] for d in range(3)]
+    assert matches == pytest.approx([1 - 507.5 / 1010, 1 - 507.5 / 1010, 1 - 203.6 / 1010]), "context counts"
+    assert ratings.pairs.explain(0, 2) == {"match": pytest.approx(matches[2]), "speed": 0.0}
 
 
 def test_the_default_divides_by_learnt_speed() -> None:
@@ -84,8 +88,10 @@ def test_the_default_divides_by_learnt_speed() -> None:
         for amount in (100.0, 1000.0, 3000.0):
             speeds.prefill.add(name, amount, factor * amount)
     ratings = policy.score(REQUEST, prefill, side([0, 0], [5, 5]))
-    assert ratings.prefill.totals.argmax() == 0, "b has a third of the prompt, and takes three times as long"
-    assert min(ratings.prefill.explain(1)["load"], ratings.prefill.explain(1)["speed"]) < 0
+    assert ratings.pairs is not None
+    totals = ratings.prefill.totals + ratings.pairs.rows[0]
+    assert totals.argmax() == 0, "b has a third of the prompt, and takes three times as long"
+    assert max(ratings.prefill.explain(1)["load"], ratings.pairs.explain(1, 0)["speed"]) < 0
 
 
 def test_the_default_has_decode_compute_what_would_wait() -> None:
@@ -121,20 +127,10 @@ def test_a_difference_like_noise_makes_no_instance_slower_and_a_greater_one_does
     for factor, differ in ((1.15, False), (1.5, True)):
         policy = make_policy("match_minus_load", PolicyContext(speeds=taught(a=1.0, b=factor)))
         ratings = policy.score(REQUEST, side([0, 0], [500, 500], role=Role.PREFILL), side([0, 0], [500, 500]))
-        for scores in (ratings.prefill, ratings.decode):
-            assert bool(scores.totals[0] > scores.totals[1] + 1e-9) is differ
-            assert scores.totals[0] >= scores.totals[1]
-
-
-def test_what_an_instance_did_before_makes_no_prompt_late_beside_a_decode_instance() -> None:
-    """Between prefill instances it decides who is next; that all have done much is no reason to compute on decode."""
-    policy = make_policy("match_minus_load", PolicyContext(speeds=taught(a=1.0, b=1.0)))
-    prefill = side([0, 0], [0, 0], role=Role.PREFILL)
-    prefill.loads = np.array([20_000.0, 200_000.0])
-    scores = policy.score(REQUEST, prefill, side([0, 0])).prefill
-    assert scores.totals.max() == pytest.approx(0.0)
-    assert scores.totals[0] > scores.totals[1] + 0.5
-    assert sum(scores.explain(1).values()) == pytest.approx(scores.totals[1])
+        assert ratings.pairs is not None
+        for totals in (ratings.prefill.totals + ratings.pairs.rows[0], ratings.decode.totals):
+            assert bool(totals[0] > totals[1] + 1e-9) is differ
+            assert totals[0] >= totals[1]
 
 
 def test_beta() -> None:

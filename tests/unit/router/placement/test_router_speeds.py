@@ -15,7 +15,7 @@ from baton.types import InstanceId, PrefillPath, Role
 from baton_router.registry.load import LoadTracker
 from baton_router.scheduler.policies import PolicyContext, Request, Side, make_policy
 from baton_router.scheduler.policy import choose
-from baton_router.scheduler.speeds import Fit, LinearFit, LinearFits, ServedRequest, Speeds
+from baton_router.scheduler.speeds import Fit, LinearFit, LinearFits, PromptWork, ServedRequest, Speeds
 
 
 @given(st.floats(0, 100), st.floats(0.001, 10), st.lists(st.floats(1, 1e5), min_size=5, max_size=50))
@@ -64,6 +64,7 @@ def trace(**fields: object) -> common_pb2.RequestTrace:
 
 def test_each_path_teaches_its_own_speed() -> None:
     speeds = Speeds(lambda: 0.0)
+    speeds.work.half = math.inf
     local, remote = common_pb2.PREFILL_PATH_LOCAL, common_pb2.PREFILL_PATH_REMOTE
     d = InstanceId("d")
     for _ in range(4):
@@ -82,6 +83,22 @@ def test_each_path_teaches_its_own_speed() -> None:
     assert speeds.prefill.get(["p"])[0].at(500) == pytest.approx(100.0)
     assert speeds.prefill.get(["another"]) == speeds.prefill.get(["nobody"])
     assert speeds.transfer.get([("p", "d")])[0].at(10) == pytest.approx(4.0)
+
+
+def test_what_context_costs_is_learnt() -> None:
+    """A token takes 20 us and 0.4 ns for every token that it attends to: at 50,000 it takes twice as long."""
+    work, rng = PromptWork(), random.Random(1)
+    work.half = 1e3
+    for _ in range(60):
+        total = rng.choice((500, 4000, 30_000, 120_000))
+        matched = rng.choice((0, total // 2, total - 400))
+        work.add(matched, total, 0.02 * (total - matched) + 4e-7 * (total**2 - matched**2) / 2)
+    assert work.half == pytest.approx(50_000, rel=1e-6)
+    assert work.of(0.0, 100_000.0) == pytest.approx(200_000)
+    assert work.of(50_000.0, 100_000.0) == pytest.approx(125_000)
+    for _ in range(200):
+        work.add(0, 1000, rng.uniform(20.0, 21.0))
+    assert 1e4 < work.half < 1e6, "prompts of one length teach nothing of it"
 
 
 # --- the choice by cost ---
@@ -105,6 +122,7 @@ def cheapest(
 def knowing(**slow: float) -> Speeds:
     """One millisecond per token to compute anywhere, 0.1 to move one; ``slow``: factors per pair."""
     speeds = Speeds(lambda: 0.0)
+    speeds.work.half = math.inf
     for at in range(3):
         for amount in (100, 1000, 3000):
             speeds.prefill.add(f"p{at}", amount, amount)

@@ -59,17 +59,19 @@ class CostMs(BuiltInPolicy):
         """Score both sides, their pairs, and what decode can do by itself: the definition of :meth:`score`."""
         speeds = self._speeds
         threshold = request.threshold
-        missing = request.tokens - decode.matched
+        work = speeds.work
+        lacks = request.tokens - decode.matched
+        missing = work.of(decode.matched, request.tokens)
         steps = speeds.decode.times(decode.ids, decode.sequences() + request.sequences)
         local = self._score_local(decode, missing)
         if threshold is not None:
-            prefill_ms = np.where(missing < threshold, local.terms["prefill_ms"], -np.inf)
+            prefill_ms = np.where(lacks < threshold, local.terms["prefill_ms"], -np.inf)
             local = Scores.of(**local.terms | {"prefill_ms": prefill_ms})
         store = None
         if decode.loadable is not None:
             more = decode.loadable - decode.matched
             load_ms = speeds.store.times(decode.ids, request.kv_bytes_per_token * more)
-            rest = self._score_local(decode, request.tokens - decode.loadable).terms
+            rest = self._score_local(decode, work.of(decode.loadable, request.tokens)).terms
             store = Scores.of(
                 queue_ms=rest["queue_ms"],
                 load_ms=np.where(more > 0, -load_ms, -np.inf),
@@ -79,8 +81,8 @@ class CostMs(BuiltInPolicy):
         pairs = None
         if len(prefill):
             moving = speeds.transfer.lines(prefill.ids, decode.ids)
-            computing = (request.tokens - prefill.matched, *speeds.prefill.columns(prefill.ids))
-            costs = _PairCosts(computing, missing, moving, request.kv_bytes_per_token, threshold)
+            computing = (work.of(prefill.matched, request.tokens), *speeds.prefill.columns(prefill.ids))
+            costs = _PairCosts(computing, missing, lacks, moving, request.kv_bytes_per_token, threshold)
             pairs = Pairs(costs, costs.explain)
         return Ratings(
             prefill=self._score_prefill(request, prefill, decode),
@@ -95,13 +97,13 @@ class CostMs(BuiltInPolicy):
             return Scores.of(queue_ms=[], even_ms=[])
         base, slope = self._speeds.prefill.columns(prefill.ids)
         held = np.maximum(prefill.matched, decode.matched.max(initial=0.0))
-        shortest_ms = (base + slope * (request.tokens - held)).min()
+        shortest_ms = (base + slope * self._speeds.work.of(held, request.tokens)).min()
         loads = relative_loads(prefill)
         uneven = np.minimum(1, loads - loads.min())
         return Scores.of(queue_ms=-slope * prefill.work, even_ms=-_EVEN_SHARE * shortest_ms * uneven)
 
     def _score_local(self, decode: Side, missing: FloatArray) -> Scores:
-        """Score computing ``missing`` prompt tokens on each decode instance."""
+        """Score computing so much work (see ``PromptWork``) on each decode instance."""
         base, slope = self._speeds.local.columns(decode.ids)
         return Scores.of(
             queue_ms=-slope * decode.prompts_waiting(),
@@ -118,8 +120,8 @@ class CostMs(BuiltInPolicy):
         speeds = self._speeds
         prefill_rows = prefill.packed()
         decode_rows = decode.packed()
-        prefill_scores = np.empty(len(prefill), kernels.COST_PREFILL.dtype)
-        decode_scores = np.empty(len(decode), kernels.COST_DECODE.dtype)
+        prefill_scores = np.empty(len(prefill), kernels.PREFILL_SCORE.dtype)
+        decode_scores = np.empty(len(decode), kernels.DECODE_SCORE.dtype)
         computing = speeds.prefill.lines(prefill.ids)
         decoding = speeds.decode.lines(decode.ids)
         local_lines = speeds.local.lines(decode.ids)
@@ -143,6 +145,7 @@ class CostMs(BuiltInPolicy):
                 moving.addresses[2],
                 *moving.like,
                 float(request.tokens),
+                speeds.work.half,
                 request.sequences,
                 self._expected_tokens(request),
                 request.kv_bytes_per_token,
@@ -157,6 +160,7 @@ class CostMs(BuiltInPolicy):
             costs = _PairCosts(
                 (prefill_scores["missing"], prefill_scores["base"], prefill_scores["slope"]),
                 decode_scores["missing"],
+                decode_scores["lacks"],
                 moving,
                 request.kv_bytes_per_token,
                 request.threshold,
@@ -177,8 +181,8 @@ class CostMs(BuiltInPolicy):
         prefill_terms = {"queue_ms": prefill_scores["queue"], "even_ms": prefill_scores["even"]}
         decode_total = decode_scores["total"]
         return Ratings(
-            prefill=Scores(prefill_terms, prefill_scores["total"], kernels.COST_PREFILL.column(at_prefill, "total")),
-            decode=Scores({"decode_ms": decode_total}, decode_total, kernels.COST_DECODE.column(at_decode, "total")),
+            prefill=Scores(prefill_terms, prefill_scores["total"], kernels.PREFILL_SCORE.column(at_prefill, "total")),
+            decode=Scores({"decode_ms": decode_total}, decode_total, kernels.DECODE_SCORE.column(at_decode, "total")),
             pairs=pairs,
             local=_scores_of(decode_scores, at_decode, "local", ("queue", "prefill", "stall")),
             store=None
@@ -188,41 +192,44 @@ class CostMs(BuiltInPolicy):
 
 
 def _scores_of(rows: npt.NDArray[np.void], address: int, kind: str, terms: tuple[str, ...]) -> Scores:
-    """Return the scores of one kind of option from rows of ``kernels.COST_DECODE``."""
+    """Return the scores of one kind of option from rows of ``kernels.DECODE_SCORE``."""
     total = f"{kind}_total"
     columns = {f"{term}_ms": rows[f"{kind}_{term}"] for term in terms}
-    return Scores(columns, rows[total], kernels.COST_DECODE.column(address, total))
+    return Scores(columns, rows[total], kernels.DECODE_SCORE.column(address, total))
 
 
 class _PairCosts:
     """Milliseconds of pairs, a row per decode instance that is computed when it is read.
 
     Args:
-        computing: Prompt tokens that each prefill instance misses, and base and slope of computing them.
-        missing: Prompt tokens that each decode instance misses.
+        computing: Work that each prefill instance misses (see ``PromptWork``), and base and slope of computing it.
+        missing: Work that each decode instance misses.
+        lacks: Prompt tokens that each decode instance lacks.
         moving: Learnt transfer times.
         kv_bytes: Bytes of a token's KV.
         threshold: Missing tokens below which a decode instance is not paired; ``None``: it always is.
     """
 
-    __slots__ = ("_computing", "_kv_bytes", "_missing", "_moving", "_threshold")
+    __slots__ = ("_computing", "_kv_bytes", "_lacks", "_missing", "_moving", "_threshold")
 
     def __init__(
         self,
         computing: tuple[FloatArray, FloatArray, FloatArray],
         missing: FloatArray,
+        lacks: FloatArray,
         moving: Lines,
         kv_bytes: float,
         threshold: int | None,
     ) -> None:
         self._computing = computing
         self._missing = missing
+        self._lacks = lacks
         self._moving = moving
         self._kv_bytes = kv_bytes
         self._threshold = threshold
 
     def _is_allowed(self, d: int) -> bool:
-        return self._threshold is None or bool(self._missing[d] >= self._threshold)
+        return self._threshold is None or bool(self._lacks[d] >= self._threshold)
 
     def _parts(self, d: int) -> tuple[FloatArray, FloatArray]:
         """Return the times of prefill and transfer with each prefill instance.
@@ -232,7 +239,7 @@ class _PairCosts:
         missing, base, slope = self._computing
         fixed, per_byte = self._moving.row(d)
         computed = base + slope * np.minimum(missing, self._missing[d])
-        return computed, fixed + per_byte * (self._kv_bytes * self._missing[d])
+        return computed, fixed + per_byte * (self._kv_bytes * self._lacks[d])
 
     def __getitem__(self, d: int, /) -> FloatArray:
         """Return the scores of the pairs of decode instance ``d``."""
