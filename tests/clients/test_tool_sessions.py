@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from tests.clients.conftest import Server
@@ -45,7 +46,9 @@ def tools_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ):
         path = model / file
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with running_up("--ratio", "1P1D", "--model", str(model), "--served-model-name", NAME) as started:
+    # Prompts are too short for their KV to decide: conversations stay together by the names that agents give them.
+    sessions = ("--router-args", "--policy session")
+    with running_up("--ratio", "2P2D", *sessions, "--model", str(model), "--served-model-name", NAME) as started:
         yield Server(started.url, NAME, str(model))
 
 
@@ -82,6 +85,7 @@ def test_codex(tools_server: Server, work: Path) -> None:
         assert [(command in call["command"], call["exit_code"]) for call in calls] == [(True, 0)]
         assert [item["text"] for item in items if item["type"] == "agent_message"] == [said(command)]
     check(tools_server, before, 4)
+    check_conversations(tools_server, before, 2)
 
 
 def test_claude_code(tools_server: Server, work: Path) -> None:
@@ -97,6 +101,7 @@ def test_claude_code(tools_server: Server, work: Path) -> None:
         assert [block["input"] for block in blocks if block["type"] == "tool_use"] == [{"command": command}]
         assert [block["text"] for block in blocks if block["type"] == "text"] == [said(command)]
     check(tools_server, before, 4)
+    check_conversations(tools_server, before, 2)
 
 
 def test_opencode(tools_server: Server, work: Path) -> None:
@@ -119,6 +124,20 @@ def test_opencode(tools_server: Server, work: Path) -> None:
         assert [part["state"]["input"] for part in parts if part["type"] == "tool"] == [{"command": command}]
         assert [part["text"] for part in parts if part["type"] == "text"] == [said(command)]
     check(tools_server, before, 4)
+    check_conversations(tools_server, before, 2)
+
+
+def check_conversations(server: Server, before: Any, least: int) -> None:
+    """All requests named their conversations, without a header of Baton's, and each stayed with one decode instance."""
+    count = int(server.figures().finished - before.finished)
+    decisions = httpx.get(f"{server.url}/debug/decisions?limit={count}").json()["decisions"]
+    placed: dict[str, list[str]] = {}
+    for decision in decisions:
+        placed.setdefault(decision["session"], []).append(decision["decode"])
+    print(placed)
+    assert None not in placed
+    assert max(map(len, placed.values())) >= least
+    assert all(len(set(instances)) == 1 for instances in placed.values())
 
 
 @pytest.mark.parametrize("name", RUNNERS)

@@ -18,8 +18,9 @@ prefill (in chunks), admission from the queue. Beside decodes, prompts are cut d
   a stream that has begun does not pause. If it errs, preemption helps.
 * A big request at the queue's head lets smaller ones pass while there is no room for it, :data:`PASSES` times; then it
   is not overtaken any more, so it is not starved. What has begun to answer is never overtaken.
-* A prompt whose next block a running prompt is computing waits for that block, rather than compute it a second time,
-  and others pass it meanwhile. It waits for what runs and is no less important, so what it waits for makes progress.
+* A prompt waits while a running prompt has yet to compute :data:`LEAST_AWAITED` tokens that both share, rather than
+  compute them a second time, and others pass it meanwhile. It waits for what runs and is no less important, so what it
+  waits for makes progress.
 * Under the policy ``priority`` a request preempts what is less important, for a slot of the batch or for blocks.
 * *Background* requests (:data:`~baton.types.BACKGROUND_PRIORITY`) come last under every policy, may be preempted by all
   others, and get nothing in steps that compute another request's prompt. Beside decodes they may add a little to a
@@ -220,6 +221,8 @@ PASSES = 16
 """Most sequences that may overtake one that waits at the queue's head because it is too big."""
 LOOKAHEAD = 8
 """Sequences behind it that are tried in one step."""
+LEAST_AWAITED = 128
+"""Tokens that are worth waiting for: fewer are computed again sooner, as waiting takes a step."""
 
 MOST_QUERIES = 32
 """Tokens that a decoding sequence may compute in a step."""
@@ -581,14 +584,14 @@ class Scheduler:
         return sequence.hash_blocks(sequence.num_tokens - 1, self._block_size) if caching else []
 
     def _prefix_is_computed(self, sequence: Sequence) -> bool:
-        """Whether a running sequence, no less important, computes a block that a waiting one will find in the cache.
+        """Whether a running sequence, no less important, computes much that a waiting one will find in the cache.
 
-        A block's hash stands for all tokens up to its end, so comparing the first block that the running one has yet
-        to compute is enough.
+        A block's hash stands for all tokens up to its end: two sequences share all blocks before one that they share.
         """
         hashes = self._prefix_hashes(sequence)
+        blocks = -(-LEAST_AWAITED // self._block_size)
         for other in self.running:
-            at = other.num_committed
+            at = other.num_committed + blocks - 1
             shared = at < len(hashes) and at < len(other.hashes) and hashes[at] == other.hashes[at]
             if shared and other.group.priority <= sequence.group.priority:
                 return True

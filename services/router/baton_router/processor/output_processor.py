@@ -161,6 +161,7 @@ def begin_record(prepared: PreparedRequest, clock: GenerationClock, log: Decisio
     routed = prepared.routed
     record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
     record.answer_id = prepared.answer_id
+    record.session = request.session
     grammar = routed.sampling.grammar
     record.grammar = str(grammar) if grammar is not None else ""  # not its text: a thousand records are remembered
     if request.tool_use.mode != "none":

@@ -80,6 +80,8 @@ class TextRequest(msgspec.Struct):
         cache_salt: Separates the prefix caches of tenants.
         priority: Requests with lower numbers run first.
         session: Name of the conversation; empty if it has none.
+        session_hint: What tells conversations apart, of fields that clients send for another purpose, such as
+            ``prompt_cache_key``; the name of the conversation if that has none.
         ttft_ms: Deadline of the first token, in milliseconds; ``None`` without one.
         itl_ms: Longest time between two tokens, in milliseconds; ``None`` without bound.
         user: Name of the user, from the caller.
@@ -119,6 +121,7 @@ class TextRequest(msgspec.Struct):
     cache_salt: str = ""
     priority: int = 0
     session: str = ""
+    session_hint: str = ""
     ttft_ms: float | None = None
     itl_ms: float | None = None
     user: str = ""

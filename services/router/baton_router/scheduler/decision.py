@@ -271,6 +271,7 @@ class DecisionRecord(msgspec.Struct):
         tools: Description of the tools that it may or must call; empty: none.
         thinking_budget: Maximum number of reasoning tokens; ``None``: unlimited.
         answer_id: Identifier of the answer, if the caller gave the request another; else empty.
+        session: Name of its conversation; empty: unknown.
     """
 
     request_id: str
@@ -289,6 +290,7 @@ class DecisionRecord(msgspec.Struct):
     tools: str = ""
     thinking_budget: int | None = None
     answer_id: str = ""
+    session: str = ""
 
     @property
     def decision(self) -> Decision | None:

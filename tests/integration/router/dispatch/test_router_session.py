@@ -41,6 +41,50 @@ def test_header_and_field_name_the_session() -> None:
         assert [request.session for request in api.dispatcher.requests] == ["", "a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("body", "headers", "session"),
+    [
+        ({"prompt_cache_key": "key"}, {}, "key"),
+        ({"prompt_cache_key": "key"}, {"x-session-affinity": "own"}, "own"),
+        ({"prompt_cache_key": "key", "session_id": "a"}, {"session-id": "own"}, "a"),
+        ({}, {"x-session-id": "late", "session_id": "codex", "x-claude-code-session-id": "claude"}, "claude"),
+        ({}, {"x-session-id": "late", "session-id": "codex", "x-baton-session": "b"}, "b"),
+        ({"prompt_cache_key": "x" * 600}, {}, ""),
+    ],
+)
+def test_agents_name_the_session_in_their_own_ways(body: dict[str, str], headers: dict[str, str], session: str) -> None:
+    with Served() as api:
+        chat = {"model": "baton-tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        completion = {"model": "baton-tiny", "prompt": "def", "max_tokens": 2}
+        response = {"model": "baton-tiny", "input": "def", "max_output_tokens": 2}
+        paths = {"/v1/completions": completion, "/v1/chat/completions": chat}
+        if "session_id" not in body:
+            paths["/v1/responses"] = response
+        for path, fields in paths.items():
+            answer = api.post(path, {**fields, **body}, headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert "x-baton-ignored-fields" not in answer.headers
+        assert [request.session for request in api.dispatcher.requests] == [session] * len(paths)
+
+
+@pytest.mark.parametrize(
+    ("user_id", "session"),
+    [
+        ('{"device_id": "d", "account_uuid": "", "session_id": "s-1"}', "s-1"),
+        ("user_abc_account__session_s-2", "s-2"),
+        ("somebody", ""),
+        ('{"session_id": 5}', ""),
+        ("{broken", ""),
+    ],
+)
+def test_claude_code_names_the_session_in_its_user_id(user_id: str, session: str) -> None:
+    message = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "metadata": {"user_id": user_id}}
+    with Served() as api:
+        answer = api.post("/v1/messages", {"model": "baton-tiny", **message})
+        assert answer.status_code == 200, answer.text
+        assert [request.session for request in api.dispatcher.requests] == [session]
+
+
 async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, pipeline: InputProcessor) -> None:
     request = build_generate("def", "", {"session_id": "c", "max_tokens": 2})
     responses = [response async for response in servicer(pipeline).Generate(request, Context())]

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
 from baton_router.frontend.anthropic.conversation import Conversation
@@ -56,7 +58,19 @@ def parse_message(value: Any, account: Account | None, store: ResponseStore) -> 
     if not isinstance(user, str | None):
         raise InvalidRequestError("metadata.user_id must be a string", field="metadata.user_id")
     more["user"] = user
+    more["prompt_cache_key"] = _session_of(user or "")
     return _request(body, more, ignored, body.max_tokens, open_thread(body, account, store))
+
+
+def _session_of(user_id: str) -> str:
+    """Return the session in a ``metadata.user_id`` of Claude Code's: a JSON object's, or what follows ``_session_``."""
+    if user_id.startswith("{"):
+        try:
+            session = orjson.loads(user_id).get("session_id")
+        except orjson.JSONDecodeError:
+            return ""
+        return session if isinstance(session, str) else ""
+    return user_id.rpartition("_session_")[2] if "_session_" in user_id else ""
 
 
 def count_request(body: CountTokensBody) -> TextRequest:

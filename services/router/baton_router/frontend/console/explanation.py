@@ -56,6 +56,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "placements": len(record.placements),
         "migrations": trace.num_migrations,
         "direct": record.direct,
+        "session": record.session or None,
         "grammar": record.grammar or None,
         "tools": record.tools or None,
         "thinking_budget": record.thinking_budget,
@@ -172,6 +173,8 @@ def _why(record: DecisionRecord) -> list[str]:
         lines.append("its client received the tokens from the decode instance itself, and reported them (direct mode)")
     if record.grammar:
         lines.append(f"its answer is held to a grammar: {record.grammar}")
+    if record.session:
+        lines.append(f"its conversation is {record.session}")
     if record.tools:
         lines.append(f"its tools are {record.tools}")
     if record.thinking_budget is not None:

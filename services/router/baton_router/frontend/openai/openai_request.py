@@ -34,7 +34,7 @@ from baton_router.frontend.openai.schemas import (
     unknown_fields,
 )
 from baton_router.processor.text_request import MAX_MESSAGES, ChatPrompt, Prompt, TextRequest, check_role
-from baton_router.types import Account
+from baton_router.types import MAX_SALT_CHARS, Account
 
 DEFAULT_COMPLETION_TOKENS = 16
 _READ = frozenset({"max_tokens", "logprobs", "stop", "stop_token_ids", "logit_bias"})
@@ -209,6 +209,7 @@ def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -
         include_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
         session=body.session_id or "",
+        session_hint=body.prompt_cache_key or "",
         priority=body.priority or 0,
         ttft_ms=body.ttft_ms,
         itl_ms=body.itl_ms,
@@ -452,16 +453,25 @@ def _tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
 def apply_headers(requests: list[TextRequest], headers: Headers, account: Account | None) -> None:
     """Put what the headers of an HTTP request say into its generations: they go before the fields of its body.
 
+    A conversation that is not named for Baton is named by what coding agents send on their own.
+
     Raises:
         InvalidRequestError: A header is wrong; names it.
     """
+    session, rank = "", len(_AGENT_SESSIONS)
     for name, value in headers:
+        if _AGENT_SESSIONS.get(name, rank) < rank:
+            session, rank = value.decode("latin-1").strip(), _AGENT_SESSIONS[name]
         reader = _READERS.get(name)
         text = value.decode("latin-1").strip() if reader is not None else ""
         if reader is not None and text:
             field, read = reader
             for request in requests:
                 setattr(request, field, read(name.decode(), text))
+    for request in requests:
+        hint = session or request.session_hint
+        if not request.session and len(hint) <= MAX_SALT_CHARS:
+            request.session = hint
     if account is not None:
         for request in requests:
             request.account = account
@@ -498,3 +508,18 @@ _READERS: Mapping[bytes, tuple[str, Callable[[str, str], Any]]] = {
     b"traceparent": ("traceparent", _text),  # one that cannot be read is ignored, as W3C Trace Context says
 }
 """Headers, the fields of :class:`TextRequest` that they are for, and how they are read."""
+_AGENT_SESSIONS: Mapping[bytes, int] = {
+    name: rank
+    for rank, name in enumerate(
+        (
+            b"x-claude-code-session-id",  # Claude Code from 2.1.86 on
+            b"session-id",  # Codex
+            b"session_id",  # Codex before
+            b"x-session-affinity",  # opencode
+            b"x-opencode-session",
+            b"x-session-id",
+            b"x-dynamo-session-id",
+        )
+    )
+}
+"""Headers in which agents name a conversation; the first of them counts."""

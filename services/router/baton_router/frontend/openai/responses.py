@@ -86,7 +86,7 @@ class ResponsesBody(Body, kw_only=True):
     """``POST /v1/responses``; what is in ``input``, ``tools``, ``text`` and ``reasoning`` is as OpenAI describes it."""
 
     outside: ClassVar[Outside] = Outside(
-        frozenset({"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "client_metadata"}),
+        frozenset({"safety_identifier", "prompt_cache_retention", "client_metadata"}),
         {
             "background": (False,),
             "conversation": (),
@@ -123,6 +123,7 @@ class ResponsesBody(Body, kw_only=True):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     # What OpenAI's interface doesn't have.
     seed: int | None = None
     top_k: int | None = None
@@ -137,6 +138,7 @@ _PASSED = (
     "top_p",
     "stream",
     "user",
+    "prompt_cache_key",
     "seed",
     "top_k",
     "min_p",

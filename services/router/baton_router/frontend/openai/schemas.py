@@ -158,7 +158,6 @@ HARMLESS = frozenset(
     {
         "safety_identifier",
         "metadata",  # labels for stored answers
-        "prompt_cache_key",  # a hint where the prompt may be cached; placement looks at the prompt itself
     }
 )
 
@@ -261,6 +260,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    prompt_cache_key: str | None = None
     priority: int | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
