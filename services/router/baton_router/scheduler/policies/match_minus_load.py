@@ -93,8 +93,8 @@ class MatchMinusLoad(BuiltInPolicy):
         times = speeds.prefill.times(prefill.ids, prompt)
         mean_ms = times.mean() if times.size else 0.0
         slow = _without_noise(times / mean_ms) if mean_ms > 0 else np.ones(times.size)
-        held, missing = (speeds.work.of(tokens * side.match_rates, tokens) / prompt for side in (prefill, decode))
-        pairs = _PairMatches(held, 1 + self.beta * (slow - 1), missing)
+        lacking, missing = (speeds.work.of(tokens * side.match_rates, tokens) / prompt for side in (prefill, decode))
+        pairs = _PairMatches(lacking, 1 + self.beta * (slow - 1), missing)
         ratings = Ratings(
             Scores.of(
                 match=_OWN_MATCH * prefill.match_rates,
