@@ -20,7 +20,7 @@ import pytest
 from tests.support.attacks import ATTACKS
 from tests.support.servers.up import Running, running_up
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # it measures others' times
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -179,7 +179,7 @@ async def owner_of_the_stream(client: AsyncClient, *, besides: str = "") -> str:
 
 
 async def test_a_stream_goes_on_when_its_router_and_then_its_instance_is_killed(deployment, model) -> None:
-    """No token and no character is repeated or missing, whoever dies.
+    """No token and no character is repeated or missing, whichever process dies.
 
     The request asks for all of the context, so that its stream cannot end, however late this test reads it, before its
     instance is known and killed. It is cancelled once the tokens that are compared have come.
