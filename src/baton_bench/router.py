@@ -155,25 +155,31 @@ def fresh_tokens(requests: Sequence[TraceRequest], *, closed: bool = False) -> l
 def bound_ms(setup: Setup, requests: Sequence[TraceRequest]) -> list[float]:
     """Return lower bounds of the requests' times to first token in milliseconds, whose mean bounds the mean of all.
 
-    A request takes at least the time in which the fastest instance, idle, computes what no cache can hold. A step is
-    never shorter than its prompts' part, so all instances together do no more prompt work than their number; the
-    shortest remaining first on one such server of their joint speed has the least mean time (Schrage, 1968), and where
-    that is above the mean of the first bound, all bounds are raised in proportion. Transfers and decodes cost nothing.
+    A request takes at least the time in which the fastest instance, idle, computes what no cache can hold, in chunks. A
+    step is never shorter than its prompts' part, so all instances together do no more prompt work than their number;
+    the shortest remaining first on one such server of their joint speed has the least mean time (Schrage, 1968), and
+    where that is above the mean of the first bound, all bounds are raised in proportion. Transfers, decodes and moving
+    KV between instances cost nothing.
     """
     deployment = setup.deployment
     costs = deployment.prefill.prefill, deployment.decode.prefill
     sizes = deployment.prefills, deployment.decodes
     alone = min(sizes) <= deployment.slow and max(sizes) <= deployment.slow
     fastest = deployment.slow_factor if alone else 1.0
+    chunk = min(deployment.limits.prefill_chunk, deployment.limits.max_num_batched_tokens)
+    fresh = fresh_tokens(requests, closed=setup.closed)
+    steps = [-(-tokens // chunk) for tokens in fresh]
     own = []
-    for request, fresh in zip(requests, fresh_tokens(requests, closed=setup.closed), strict=True):
-        pairs = fresh * (request.input_tokens - 0.5 * fresh)
-        own.append(fastest * min(cost.seconds(fresh, pairs) for cost in costs))
+    for request, tokens, count in zip(requests, fresh, steps, strict=True):
+        pairs = tokens * (request.input_tokens - 0.5 * tokens)
+        own.append(fastest * min(cost.seconds(tokens, pairs) + (count - 1) * cost.fixed_s for cost in costs))
     if not (setup.closed and any(request.delay_ms is not None for request in requests)):
         slow = min(deployment.slow, sizes[0]) + min(deployment.slow, sizes[1])
         speed = sum(sizes) - slow + slow / deployment.slow_factor
         fixed_s = max(cost.fixed_s for cost in costs)
-        work = [max(0.0, seconds / fastest - fixed_s) / speed for seconds in own]
+        work = [
+            max(0.0, seconds / fastest - count * fixed_s) / speed for seconds, count in zip(own, steps, strict=True)
+        ]
         least = mean_shortest_first([request.at_ms / 1000 for request in requests], work)
         raised = max(1.0, least / (sum(own) / len(own)))
         own = [raised * seconds for seconds in own]

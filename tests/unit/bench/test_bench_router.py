@@ -365,6 +365,9 @@ def test_the_bound_is_that_of_one_server_and_of_each_request() -> None:
     one = [CHATS[0]]
     cost = ENGINE.prefill.prompt(CHATS[0].input_tokens)
     assert bound_ms(loose, one) == [pytest.approx(1000 * cost)]
+    long = replace(CHATS[0], input_tokens=20_000, blocks=tuple(range(40)))
+    alone = replay(replace(loose, deployment=replace(loose.deployment, threshold=1 << 30)), [long])
+    assert bound_ms(loose, [long]) == [pytest.approx(alone.outcome.requests[0].ttft_ms, rel=0.01)]
     flood = [replace(chat, at_ms=0.0, blocks=(n,), input_tokens=512) for n, chat in enumerate(CHATS)]
     crowded = bound_ms(setup_of(1, 1), flood)
     assert math.fsum(crowded) > 10 * math.fsum(bound_ms(setup_of(512, 512), flood))
