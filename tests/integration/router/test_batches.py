@@ -136,6 +136,11 @@ async def test_a_killed_router_goes_on_and_nothing_is_lost_or_repeated(tmp_path:
         assert (batch.metadata, batch.error_file_id) == ({"run": "7"}, None)
         found = await results(client, batch.output_file_id)
         assert [x["custom_id"] for x in found] == [f"r{i}" for i in range(total)]
+        used = [x["response"]["body"]["usage"] for x in found]
+        assert batch.usage is not None
+        assert batch.usage.input_tokens == sum(x["prompt_tokens"] for x in used) > 0
+        assert batch.usage.output_tokens == sum(x["completion_tokens"] for x in used) > 0
+        assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
         for index in range(0, total, 50):
             direct = await client.chat.completions.create(model="baton-tiny", **chat_body(index))
             answer = found[index]["response"]
@@ -317,7 +322,10 @@ async def test_completions_and_responses_run_too(tmp_path: Path) -> None:
             batch = await create(client, [line(0, endpoint, body)], endpoint)
             batch = await wait_until(client, batch, "completed")
             (found,) = await results(client, batch.output_file_id)
-            assert found["response"]["body"]["object"] in ("text_completion", "response")
+            body = found["response"]["body"]
+            assert body["object"] in ("text_completion", "response")
+            assert batch.usage is not None
+            assert batch.usage.total_tokens == body["usage"]["total_tokens"] > 0
         with pytest.raises(openai.NotFoundError):  # it takes no place of the tenant's own responses
             await client.responses.retrieve(found["response"]["body"]["id"])
 

@@ -317,6 +317,7 @@ class BatchEndpoints:
             created_at=record.created_at,
             expires_at=record.expires_at,
             request_counts=RequestCounts(total=record.total, completed=completed, failed=failed),
+            usage=record.usage,
             metadata=record.metadata,
             **times,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import msgspec
 import orjson
 
 from baton.errors import InvalidRequestError, shown
+from baton_router.frontend.batches.schemas import BatchUsage
 from baton_router.frontend.batches.store import BatchStore, LineResult, read_content
 
 MAX_ID_CHARS = 512
@@ -42,7 +44,38 @@ class _Stream(msgspec.Struct):
     stream: Any = None
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    """Usage in an answer: completions count ``prompt_tokens``, responses ``input_tokens``."""
+
+    prompt_tokens: int = 0
+    input_tokens: int = 0
+    completion_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _Body
+
+
+class _Answered(msgspec.Struct):
+    response: _Response
+
+
 _LINE = msgspec.json.Decoder(BatchLine)
+_ANSWERED = msgspec.json.Decoder(_Answered)
 _NAME = msgspec.json.Decoder(_Name)
 _STREAM = msgspec.json.Decoder(_Stream)
 
@@ -162,6 +195,23 @@ def unsent_line(line: NumberedLine, code: str, message: str, param: str | None =
         custom_id = None
     error = orjson.dumps({"code": code, "message": message, "param": param, "line": line.number})
     return _result(line.number, custom_id, b"null", error, failed=True)
+
+
+async def sum_usage(store: BatchStore, output_id: str) -> BatchUsage:
+    """Return the tokens of all answers in an output file, as the answers themselves state them."""
+    total = BatchUsage()
+    async for line in read_lines(store, output_id, sys.maxsize):
+        usage = _ANSWERED.decode(line.data or b"").response.body.usage
+        if usage is None:
+            continue
+        total.input_tokens += usage.prompt_tokens + usage.input_tokens
+        total.output_tokens += usage.completion_tokens + usage.output_tokens
+        for details in (usage.prompt_tokens_details, usage.input_tokens_details):
+            total.input_tokens_details.cached_tokens += details.cached_tokens if details else 0
+        for details in (usage.completion_tokens_details, usage.output_tokens_details):
+            total.output_tokens_details.reasoning_tokens += details.reasoning_tokens if details else 0
+    total.total_tokens = total.input_tokens + total.output_tokens
+    return total
 
 
 def _result(number: int, custom_id: str | None, response: bytes, error: bytes, *, failed: bool) -> LineResult:

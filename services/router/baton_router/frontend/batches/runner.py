@@ -36,6 +36,7 @@ from baton_router.frontend.batches.lines import (
     custom_id_of,
     parse_line,
     read_lines,
+    sum_usage,
     unsent_line,
 )
 from baton_router.frontend.batches.schemas import BatchError
@@ -494,7 +495,8 @@ class BatchRun:
                     removed_at=now + record.output_s,
                 )
                 await self._store.write_record(file)
-        await self._change(status, completed=counts[0], failed=counts[1])
+        usage = await sum_usage(self._store, record.output_id)
+        await self._change(status, completed=counts[0], failed=counts[1], usage=usage)
 
     # --- lines and results ---
 

@@ -98,6 +98,28 @@ class RequestCounts(msgspec.Struct, kw_only=True):
     failed: int
 
 
+class CachedTokens(msgspec.Struct, kw_only=True):
+    """Which prompt tokens were not computed."""
+
+    cached_tokens: int = 0
+
+
+class ReasoningTokens(msgspec.Struct, kw_only=True):
+    """Which tokens of answers were thoughts."""
+
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(msgspec.Struct, kw_only=True):
+    """Tokens of all answers of a batch that has ended."""
+
+    input_tokens: int = 0
+    input_tokens_details: CachedTokens = msgspec.field(default_factory=CachedTokens)
+    output_tokens: int = 0
+    output_tokens_details: ReasoningTokens = msgspec.field(default_factory=ReasoningTokens)
+    total_tokens: int = 0
+
+
 class Batch(msgspec.Struct, kw_only=True):
     """A batch."""
 
@@ -122,6 +144,7 @@ class Batch(msgspec.Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts
+    usage: BatchUsage | None
     metadata: dict[str, str] | None
 
 

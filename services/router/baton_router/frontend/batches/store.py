@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from baton.errors import QueueFullError, shown
-from baton_router.frontend.batches.schemas import BatchError
+from baton_router.frontend.batches.schemas import BatchError, BatchUsage
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class BatchRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         errors: Why validation failed, as OpenAI's ``errors.data``.
         completed: Number of lines in the output file, once the batch has ended.
         failed: Number of lines in the error file, likewise.
+        usage: Tokens of the answers, once the batch has ended; ``None``: not yet, or of an earlier version.
     """
 
     prefix: ClassVar[str] = BATCH_PREFIX
@@ -109,6 +110,7 @@ class BatchRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     errors: list[BatchError] = msgspec.field(default_factory=list)
     completed: int = 0
     failed: int = 0
+    usage: BatchUsage | None = None
 
 
 Record: TypeAlias = FileRecord | BatchRecord
