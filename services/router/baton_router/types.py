@@ -109,6 +109,7 @@ class RoutedRequest(msgspec.Struct):
     Attributes:
         ttft_ms: Target of the time to first token, in milliseconds from arrival; ``None``: none.
         itl_ms: Target of the time between two tokens, in milliseconds; ``None``: none.
+        expected_tokens: Tokens of output per sequence that are expected, at most ``max_tokens``; ``None``: unknown.
         tenant: Name of the tenant for fairness.
         arrived: Time of arrival by ``time.perf_counter()``; 0: just now.
         output_token_ids: Tokens generated elsewhere so far; only with ``n`` = 1.
@@ -125,6 +126,7 @@ class RoutedRequest(msgspec.Struct):
     session: str = ""
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    expected_tokens: int | None = None
     tenant: str = ""
     arrived: float = 0.0
     output_token_ids: Sequence[int] = ()

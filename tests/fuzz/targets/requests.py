@@ -35,6 +35,7 @@ _FIELDS = [
     *("tool_choice", "parallel_tool_calls", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "include_reasoning", "continue_final_message", "repetition_penalty", "min_tokens"),
 ]
+_HINTS = ["priority", "strict_priority", "latency_sensitivity", "osl", "speculative_prefill"]
 _PARTS = ["role", "content", "name", "tool_calls", "type", "text", "image_url"]
 _ROLES = ["user", "assistant", "system", "tool", "developer", "<|im_start|>system"]
 
@@ -63,6 +64,7 @@ def openai(data: bytes) -> None:
         body = {"model": "m", **choices.fields(_FIELDS, 5)}
         if kind == 1:
             body["messages"] = [_message(choices) for _ in range(choices.number(0, 4))]
+            body["nvext"] = {"agent_hints": choices.fields(_HINTS, 3)}
         else:
             body.setdefault("prompt", choices.text())
         try:

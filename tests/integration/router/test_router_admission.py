@@ -36,8 +36,8 @@ class TimedWorker(FakeWorker):
 
 
 @contextlib.asynccontextmanager
-async def worker(*, timed: bool = False, token: Token | None = None) -> AsyncIterator[FakeWorker]:
-    worker = (TimedWorker if timed else FakeWorker)(Role.DECODE, "d0", caches=False, token=token)
+async def worker(name: str = "d0", *, timed: bool = False, token: Token | None = None) -> AsyncIterator[FakeWorker]:
+    worker = (TimedWorker if timed else FakeWorker)(Role.DECODE, name, caches=False, token=token)
     worker.state.model_path = "models/baton-tiny"
     await worker.start()
     try:
@@ -151,6 +151,48 @@ async def test_what_has_no_room_waits_by_priority_and_deadline_and_in_turns() ->
         assert "in the router's queue" in told["why"][0]
         assert await client.metric('baton_router_queue_wait_seconds_count{priority="low"}') == 1
         assert await client.metric("baton_router_admitted_at_once_total") == 1
+
+
+async def test_hints_of_agents_order_the_queue_and_spread_the_outputs() -> None:
+    def hints(**fields: Any) -> dict[str, Any]:
+        return {"nvext": {"agent_hints": fields}}
+
+    async with worker() as decode, serving(*ONE_SLOT, decode=decode) as (_, client):
+        tasks = [await occupied(client, decode)]
+        for at, (name, fields) in enumerate(
+            (
+                ("plain", {}),
+                ("late", {"priority": -1}),
+                ("soon", {"priority": 9}),
+                ("first tier", {"strict_priority": 1}),
+            )
+        ):
+            tasks.append(client.start(name, **hints(**fields)))
+            await client.queued(at + 1)
+        go_on(decode)
+        await asyncio.gather(*tasks)
+        assert order_of(decode) == ["first", "first tier", "soon", "plain", "late"]
+        assert [x.priority for x in decode.state.requests] == [0, -(2**16), -9, 0, 1]
+    async with (
+        worker("d0") as one,
+        worker("d1") as two,
+        serving("--decode", f"{one.address},{two.address}", decode=one) as (_, client),
+    ):
+        for each in (one, two):
+            each.state.pause_after = 1
+        long = client.start("long", prompt=[5], max_tokens=400, **hints(osl=4000))
+        async with asyncio.timeout(240):
+            while not (one.state.running or two.state.running):
+                await asyncio.sleep(0.005)
+        busy, idle = (one, two) if one.state.running else (two, one)
+        short = [client.start(f"short{i}", prompt=[7 + i], **hints(osl=2)) for i in range(3)]
+        await idle.wait_until(lambda: len(idle.state.running) == 3)
+        assert len(busy.state.requests) == 1
+        go_on(one)
+        go_on(two)
+        await asyncio.gather(*short)
+        answer = await long
+        assert (answer.status_code, answer.headers["x-baton-clipped"]) == (200, "osl")
 
 
 async def test_a_full_queue_answers_at_once_and_says_when_to_come_back() -> None:

@@ -34,17 +34,34 @@ def test_holds_always_add_up(steps: list[tuple[int, int]]) -> None:
     book, holds = LoadTracker(Role.DECODE), list[LoadReservation]()
     for kind, value in steps:
         if kind <= 1 or not holds:
-            holds.append(LoadReservation(book, value, 1 + kind))
+            holds.append(LoadReservation(book, value, 1 + kind, expected=value // 3))
         elif kind == 2:
             holds[value % len(holds)].grow(value)
         else:
             holds[value % len(holds)].release()
     live = [h for h in holds if not h.released]
-    assert book.tokens == sum(h.tokens for h in live)
+    assert book.tokens == sum(h.tokens + h.expected for h in live)
     assert book.requests == sum(h.requests for h in live)
     for hold in holds:
         hold.release()
     assert (book.tokens, book.requests, book.work) == (0, 0, 0.0)
+
+
+def test_an_expected_output_counts_from_the_start_and_once() -> None:
+    book = LoadTracker(Role.DECODE)
+    hold = LoadReservation(book, 100, expected=50)
+    assert book.tokens == 150
+    hold.grow(20)
+    assert book.tokens == 150, "these were counted"
+    hold.grow(40)
+    assert book.tokens == 160, "10 more than expected"
+    hold.release()
+    book.now = lambda: book._done_at
+    early = LoadReservation(book, 100, expected=50)
+    done = book.load
+    early.release()
+    assert book.load - done < 0, "what was not generated is no work that was done"
+    assert book.tokens == 0
 
 
 def test_only_the_work_of_others_is_taken_from_reports() -> None:

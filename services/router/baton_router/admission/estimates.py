@@ -262,7 +262,7 @@ class Estimates:
     def output_tokens(self, request: RoutedRequest) -> float:
         """Return the tokens that a request is expected to generate, all its sequences together."""
         sampling = request.sampling
-        expected = self._speeds.output_tokens
+        expected = self._speeds.output_tokens if request.expected_tokens is None else request.expected_tokens
         most = sampling.max_tokens
         return sampling.n * (expected if most is None or most > expected else most)
 

@@ -455,12 +455,16 @@ class RequestRun:
         if len(group.sequences) == 1 and group.sequences[0].token_ids:
             tokens = token_ids([*tokens, *group.sequences[0].token_ids])
         prefill_first = self._prefill_first
+        expected = self._request.expected_tokens
+        if expected is not None:
+            expected = max(0, expected - max(len(sequence.token_ids) for sequence in group.sequences))
         return PlacementRequest(
             token_ids=tokens,
             cache_salt=self._request.cache_salt,
             num_sequences=len(group.sequences),
             session=self._request.session,
             max_tokens=self._request.sampling.max_tokens,
+            expected_tokens=expected,
             local_only=self._wants_prompt_logprobs(),
             exclude=group.with_other_samplers(excluded, self._context.registry.ready(Role.DECODE)),
             prefill_only=prefill_first is not None and prefill_first.pending,

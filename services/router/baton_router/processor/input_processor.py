@@ -316,6 +316,7 @@ class InputProcessor:
             output_token_ids=request.output_token_ids,
             ttft_ms=request.ttft_ms,
             itl_ms=request.itl_ms,
+            expected_tokens=_expected_tokens(request, sampling.max_tokens),
             tenant=self._tenant(request),
             arrived=arrived,
             account=request.account,
@@ -458,9 +459,21 @@ def _session(request: TextRequest) -> str:
 
 
 def _priority(request: TextRequest) -> int:
-    """Return a request's priority, bounded by its account's floor."""
+    """Return a request's priority, clipped at its account's floor."""
     account = request.account
-    return request.priority if account is None else max(request.priority, account.priority_floor)
+    if account is None or request.priority >= account.priority_floor:
+        return request.priority
+    request.clipped += ("priority",)
+    return account.priority_floor
+
+
+def _expected_tokens(request: TextRequest, max_tokens: int | None) -> int | None:
+    """Return the expected output tokens of a sequence, clipped at the most that it may have."""
+    expected = request.expected_tokens
+    if expected is None or max_tokens is None or expected <= max_tokens:
+        return expected
+    request.clipped += ("osl",)
+    return max_tokens
 
 
 def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLengthError:

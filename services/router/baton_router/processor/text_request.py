@@ -79,6 +79,8 @@ class TextRequest(msgspec.Struct):
         include_stop: Whether the stop string or token that ended a sequence is part of its text.
         cache_salt: Separates the prefix caches of tenants.
         priority: Requests with lower numbers run first.
+        expected_tokens: Tokens of output per sequence that the caller expects; ``None``: it has not said.
+        clipped: Names of fields that asked for more than they got.
         session: Name of the conversation; empty if it has none.
         session_hint: What tells conversations apart, of fields that clients send for another purpose, such as
             ``prompt_cache_key``; the name of the conversation if that has none.
@@ -120,6 +122,8 @@ class TextRequest(msgspec.Struct):
     include_stop: bool = False
     cache_salt: str = ""
     priority: int = 0
+    expected_tokens: int | None = None
+    clipped: tuple[str, ...] = ()
     session: str = ""
     session_hint: str = ""
     ttft_ms: float | None = None

@@ -2,7 +2,8 @@
 
 The unit is one token of work, plus ``REQUEST_OVERHEAD_TOKENS`` for each sequence. On a prefill instance a request
 counts its prompt tokens that neither it nor the decode instance holds, those with a long context more (``PromptWork``),
-until the first token arrives; on a decode instance the tokens of all its sequences, prompt included, until it ends.
+until the first token arrives; on a decode instance the tokens of all its sequences, prompt included, until it ends. An
+output whose length is announced counts from the start.
 
 Reports of the instance show what *others* (a second router, a client that calls workers directly) have placed there:
 the part of a report beyond what this router had in flight at that moment is added. So this router's requests count
@@ -240,6 +241,7 @@ class LoadReservation:
         tokens: Tokens of work.
         requests: Number of sequences.
         prompt: Prompt tokens that a decode instance is to compute itself, until :meth:`prefilled`.
+        expected: Tokens of output that count before they are generated.
         released: Whether it was released.
     """
 
@@ -247,10 +249,11 @@ class LoadReservation:
     tokens: int
     requests: int = 1
     prompt: int = 0
+    expected: int = 0
     released: bool = False
 
     def __post_init__(self) -> None:
-        self.tracker.tokens += self.tokens
+        self.tracker.tokens += self.tokens + self.expected
         self.tracker.requests += self.requests
         self.tracker.prompts += self.prompt
         self.tracker.changed()
@@ -264,15 +267,17 @@ class LoadReservation:
     def grow(self, tokens: int) -> None:
         """Add generated tokens."""
         if not self.released:
+            counted = min(tokens, self.expected)
+            self.expected -= counted
             self.tokens += tokens
-            self.tracker.tokens += tokens
+            self.tracker.tokens += tokens - counted
             self.tracker.changed()
 
     def release(self) -> None:
         if not self.released:
             self.released = True
             self.prefilled()
-            self.tracker.tokens -= self.tokens
+            self.tracker.tokens -= self.tokens + self.expected
             self.tracker.requests -= self.requests
             self.tracker.ended += self.requests
             self.tracker.add_done(self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests)

@@ -34,6 +34,7 @@ class PlacementRequest(msgspec.Struct):
         exclude: Identities of decode instances that must not be used.
         session: Conversation that it belongs to; empty: unknown.
         max_tokens: Maximum number of tokens to generate; ``None``: unknown.
+        expected_tokens: Tokens that each sequence is expected to generate yet; ``None``: unknown.
         prefill_only: Whether the decode instance will be chosen again when the prompt is computed: nothing is reserved
             there.
         prefilled: Address of the prefill instance that has computed the prompt already, and the KV match rate that it
@@ -48,6 +49,7 @@ class PlacementRequest(msgspec.Struct):
     exclude: Collection[tuple[str, int]] = ()
     session: str = ""
     max_tokens: int | None = None
+    expected_tokens: int | None = None
     prefill_only: bool = False
     prefilled: tuple[str, float] | None = None
     guided: bool = False
@@ -63,6 +65,7 @@ class PlacementRequest(msgspec.Struct):
             local_only=sampling.prompt_logprobs is not None,
             session=request.session,
             max_tokens=sampling.max_tokens,
+            expected_tokens=request.expected_tokens,
             guided=sampling.grammar is not None,
         )
 

@@ -233,6 +233,7 @@ class Placer:
             sequences=request.num_sequences,
             session=request.session,
             max_tokens=request.max_tokens,
+            expected_tokens=request.expected_tokens,
             kv_bytes_per_token=candidates.kv_bytes_per_token(*parts),
             # With prefill first the prompt is computed there, however the policy scores decode.
             threshold=0 if request.prefill_only and self._threshold is None else self._threshold,
@@ -387,7 +388,8 @@ class Placer:
         placement.speeds = self._speeds if request.prefilled is None else None
         placement.running = load.requests + request.num_sequences
         own = self._work(decision.decode.matched[at], total) if decision.path is PrefillPath.LOCAL else 0
-        placement.decode_reservation = LoadReservation(load, total, request.num_sequences, own)
+        expected = request.num_sequences * (request.expected_tokens or 0)
+        placement.decode_reservation = LoadReservation(load, total, request.num_sequences, own, expected)
         chain = chains[part.formats[at]]
         if decision.path in (None, PrefillPath.REMOTE) and placement.prefill:
             # The KV is there when it was computed elsewhere and has arrived. A request that followed it there before

@@ -43,6 +43,7 @@ class Request(msgspec.Struct):
         sequences: Number of sequences generated from this prompt.
         session: Conversation that the request belongs to; empty: unknown.
         max_tokens: Maximum number of tokens to generate; ``None``: unknown.
+        expected_tokens: Tokens that each sequence is expected to generate; ``None``: unknown.
         kv_bytes_per_token: KV bytes per token on the wire.
         threshold: ``--remote-prefill-threshold``: missing tokens below which decode prefills itself; overrides costs.
     """
@@ -51,6 +52,7 @@ class Request(msgspec.Struct):
     sequences: int = 1
     session: str = ""
     max_tokens: int | None = None
+    expected_tokens: int | None = None
     kv_bytes_per_token: float = 0.0
     threshold: int | None = None
 

@@ -175,6 +175,34 @@ async def test_what_a_request_teaches_is_told_once_and_of_who_served_it(cluster:
     assert [(x.prefill != "", x.tokens) for x in told] == [(True, 1 + 8 / 2), (False, 1 + 8 / 2)]
 
 
+async def test_an_expected_output_is_load_of_its_decode_instance(cluster: Cluster) -> None:
+    placer = cluster.make_placer()
+    long = placer.place(PlacementRequest(array("I", range(4)), num_sequences=2, expected_tokens=1000))
+    assert long is not None
+    assert long.decode.load.tokens == 4 + 2 * 1000
+    for at in range(1, 4):
+        short = placer.place(PlacementRequest(array("I", range(100 * at, 100 * at + 40)), expected_tokens=10))
+        assert short is not None
+        assert short.decode is not long.decode, "it avoids what the first one is going to do"
+    long.grow(2 * 1000)
+    assert long.decode.load.tokens == 4 + 2 * 1000
+    long.release()
+    assert long.decode.load.tokens == 0
+
+
+async def test_predicted_milliseconds_follow_the_expected_output(cluster: Cluster) -> None:
+    speeds = Speeds(lambda: 0.0)
+    for d in ("d:1", "d:2"):
+        speeds.decode.add(d, 1, 10.0)
+    placer = cluster.make_placer(make_policy("cost_ms", PolicyContext(speeds=speeds)), speeds=speeds)
+    costs = []
+    for expected, most in ((None, 50), (7, 50), (70, 50)):
+        placement = placer.place(PlacementRequest(PROMPT, max_tokens=most, expected_tokens=expected), reserve=False)
+        assert placement is not None
+        costs.append(placement.decision.ratings.decode.terms["decode_ms"][0])
+    assert costs[0] == costs[2] == pytest.approx(50 / 7 * costs[1]), "without a hint 128 are expected, 50 are possible"
+
+
 def test_a_prompt_whose_probabilities_are_asked_for_is_computed_where_it_is_decoded() -> None:
     for wanted in (None, 3):
         sampling = SamplingParams(n=2, max_tokens=7, prompt_logprobs=wanted)

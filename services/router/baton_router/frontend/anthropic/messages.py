@@ -29,7 +29,7 @@ NAMES = FieldNames.make(
     (r"user$", "metadata.user_id"),
 )
 """Names of chat fields in this interface."""
-_PASSED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_tokens")
+_PASSED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_tokens", "nvext")
 _TOOL_KEYS = {"name", "description", "input_schema", "strict", "type", "defer_loading"}
 _HARMLESS_TOOL_KEYS = {"cache_control", "eager_input_streaming"}
 _HOSTED = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool|advisor|mcp_toolset)(_|$)")
@@ -122,7 +122,7 @@ def _request(
     if "reasoning_effort" in request.template_fields:
         request.template_fields["reasoning_effort"] = "output_config.effort"
     request.reasoning_fields = ["thinking"] if reasons else []
-    request.ignored = ignored
+    request.ignored = ignored + request.ignored
     if thread is not None:
         thread.add_turns(body.messages)
         request.ident = thread.ident

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from baton_router.frontend.openai.schemas import (
     BOOL_OR_NULL,
+    EXTENSIONS_SCHEMA,
     MESSAGES_TEXT,
     STRING,
     STRING_OR_NULL,
@@ -133,7 +134,11 @@ class CountTokensBody(Body, kw_only=True):
 class MessagesBody(CountTokensBody, kw_only=True):
     """Body of ``POST /v1/messages``."""
 
-    described: ClassVar[Mapping[str, Any]] = {**CountTokensBody.described, "thread": or_null(_THREAD)}
+    described: ClassVar[Mapping[str, Any]] = {
+        **CountTokensBody.described,
+        "thread": or_null(_THREAD),
+        "nvext": EXTENSIONS_SCHEMA,
+    }
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     stream: bool | None = None
@@ -144,6 +149,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     metadata: dict[str, Any] | None = None
     thread: dict[str, Any] | None = None
     # Fields that Anthropic's API does not have.
+    nvext: dict[str, Any] | None = None
     seed: int | None = None
     min_p: float | None = None
 

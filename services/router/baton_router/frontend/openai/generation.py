@@ -57,7 +57,7 @@ from baton_router.frontend.openai.schemas import (
 )
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
-from baton_router.processor.text_request import PreparedRequest, TextChunk
+from baton_router.processor.text_request import PreparedRequest, TextChunk, TextRequest
 from baton_router.processor.turns import TurnThreads
 from baton_router.scheduler.decision import Decision
 from baton_router.types import Account
@@ -443,6 +443,12 @@ class PostEndpoints:
         return f"x-baton-ignored-fields: {header_value(ignored)}\r\n".encode("latin-1")
 
 
+def clipped_header(requests: Sequence[TextRequest]) -> bytes:
+    """Return the header line that lists the fields that asked for more than they got; empty if there are none."""
+    clipped = {name for request in requests for name in request.clipped}
+    return f"x-baton-clipped: {', '.join(sorted(clipped))}\r\n".encode() if clipped else b""
+
+
 def _refers_to_stored(value: Any) -> bool:
     """Whether a body goes on with a stored conversation, which may be of any length."""
     return isinstance(value, dict) and bool(value.get("previous_response_id") or value.get("thread"))
@@ -539,7 +545,7 @@ class Generation:
             ignored = request.ignored
             if request.template_fields or request.reasoning_fields:
                 ignored = ignored + _without_effect(request, prepared[0])
-            self._headers = endpoints.ignored_fields_header(ignored)
+            self._headers = endpoints.ignored_fields_header(ignored) + clipped_header(request.requests)
             form = self._endpoint.formatter(request, prepared)
             self._formatter = form(request, prepared, self._name, int(time.time()))
             self._generate()

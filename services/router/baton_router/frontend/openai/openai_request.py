@@ -21,6 +21,7 @@ from baton.rpc.convert import MODEL_DEFAULTED
 from baton.tokenizer.chat_template import flatten_content
 from baton.types import MAX_LOGPROBS, MAX_N, ORDER_HEADER, Order, SamplingParams
 from baton_router.frontend.http.middleware import Headers
+from baton_router.frontend.openai.hints import apply_hints, ignored_hints
 from baton_router.frontend.openai.schemas import (
     MAX_BUDGET,
     ChatBody,
@@ -200,7 +201,7 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 
 def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -> TextRequest:
     unset = [name for name in MODEL_DEFAULTED if getattr(body, name) is None]
-    return TextRequest(
+    request = TextRequest(
         sampling=sampling,
         unset=("max_tokens", *unset),
         model=body.model or "",
@@ -219,6 +220,8 @@ def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -
         structured=_structured(body),
         **more,
     )
+    apply_hints(body, request)
+    return request
 
 
 def _request(
@@ -230,7 +233,7 @@ def _request(
         raise InvalidRequestError("prompt_logprobs can't be had in a stream; use echo", field="prompt_logprobs")
     if body.best_of not in (None, sampling.n):
         raise InvalidRequestError("best_of other than n is not supported; leave it out", field="best_of")
-    ignored = ignored_fields(unknown_fields(type(body), value))
+    ignored = ignored_fields(unknown_fields(type(body), value)) + ignored_hints(value.get("nvext"))
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None:
         for name, item in unknown_fields(StreamOptions, value["stream_options"]).items():

@@ -32,6 +32,7 @@ from baton_router.frontend.openai.response_logprobs import LogprobAligner, event
 from baton_router.frontend.openai.response_store import ResponseStore
 from baton_router.frontend.openai.response_tools import TOOLS_SCHEMA, ResponseTools, call_of_item, custom_input
 from baton_router.frontend.openai.schemas import (
+    EXTENSIONS_SCHEMA,
     METADATA_SCHEMA,
     STRING,
     STRING_OR_NULL,
@@ -103,6 +104,7 @@ class ResponsesBody(Body, kw_only=True):
         "input": _INPUT,
         "tools": or_null(TOOLS_SCHEMA),
         "metadata": METADATA_SCHEMA,
+        "nvext": EXTENSIONS_SCHEMA,
     }
 
     input: str | list[dict[str, Any]]
@@ -125,6 +127,7 @@ class ResponsesBody(Body, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     # What OpenAI's interface doesn't have.
+    nvext: dict[str, Any] | None = None
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -139,6 +142,7 @@ _PASSED = (
     "stream",
     "user",
     "prompt_cache_key",
+    "nvext",
     "seed",
     "top_k",
     "min_p",
@@ -253,7 +257,7 @@ def read_response(
     text_request.prompt_field = "input"
     text_request.max_tokens_field = "max_output_tokens"
     text_request.structured = _structured(read.settings["text"])
-    request.ignored = ignored
+    request.ignored = ignored + request.ignored
     if "reasoning_effort" in request.template_fields:
         request.template_fields["reasoning_effort"] = "reasoning.effort"
     request.ident = f"resp_{secrets.token_hex(24)}"

@@ -223,6 +223,32 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class AgentHints(Body):
+    """What the sender of a request knows of it: ``nvext.agent_hints``, with the names that Dynamo has for them.
+
+    Attributes:
+        priority: Higher runs first.
+        strict_priority: Higher runs first, whatever the ``priority``.
+        latency_sensitivity: Earlier name of ``priority``.
+        osl: Tokens of output that are expected.
+    """
+
+    priority: int | None = None
+    strict_priority: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    latency_sensitivity: float | None = None
+    osl: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class Extensions(Body):
+    """``nvext``: NVIDIA's extensions to OpenAI's interface."""
+
+    agent_hints: AgentHints | None = None
+
+
+EXTENSIONS_SCHEMA = or_null({"$ref": "#/components/schemas/Extensions"})
+"""``nvext`` in a body that passes it on to a chat request."""
+
+
 class GenerationBody(Body):
     """What chat and plain completions have in common.
 
@@ -262,6 +288,7 @@ class GenerationBody(Body):
     session_id: str | None = None
     prompt_cache_key: str | None = None
     priority: int | None = None
+    nvext: Extensions | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
     user: str | None = None

@@ -112,7 +112,7 @@ class CostMs(BuiltInPolicy):
         )
 
     def _expected_tokens(self, request: Request) -> float:
-        expected = self._speeds.output_tokens
+        expected = self._speeds.output_tokens if request.expected_tokens is None else request.expected_tokens
         return expected if request.max_tokens is None else min(expected, request.max_tokens)
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
