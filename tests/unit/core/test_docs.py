@@ -293,7 +293,11 @@ async def test_metrics_named_in_other_documents_exist(path, registries):
 
 
 def test_headers_and_trace_fields_are_documented():
-    headers = {*re.findall(r"^(\S+):", route_lines([]).decode(), re.MULTILINE), "x-baton-ignored-fields", "x-baton-clipped"}
+    headers = {
+        *re.findall(r"^(\S+):", route_lines([]).decode(), re.MULTILINE),
+        "x-baton-ignored-fields",
+        "x-baton-clipped",
+    }
     rows = [row.split(" | ")[0] for row in read("docs/metrics.md").splitlines() if row.startswith("| `x-baton-")]
     assert {header for row in rows for header in re.findall(r"`(x-baton-[a-z-]+)`", row)} == headers
     text = read("docs/metrics.md").split("## RequestTrace")[1].split("\n### ")[0]
