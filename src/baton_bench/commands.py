@@ -418,7 +418,8 @@ def add_router_parser(benches: argparse._SubParsersAction[argparse.ArgumentParse
     what.add_argument("--trace-dir", default=".", metavar="DIR", help="folder whose traces --traces all reads")
     what.add_argument("--limit", type=int, default=None, help="requests of it at most")
     what.add_argument("--open-loop", action="store_true", help="requests do not wait for their session's last answer")
-    what.add_argument("--speedup", type=float, default=1.0, help="let requests arrive so many times faster")
+    what.add_argument("--speedup", type=float, default=1.0, help="let requests follow so many times faster")
+    what.add_argument("--scale", type=float, default=1.0, help="share of prompts', answers' and blocks' lengths")
     what.add_argument("--bursts", type=float, default=1.0, help="let each minute's requests arrive so much faster")
     what.add_argument("--generate", type=int, default=None, metavar="N", help="N requests with shared prefixes instead")
     what.add_argument("--save", default="", metavar="FILE", help="write the generated requests as a trace")
@@ -452,6 +453,7 @@ def add_router_parser(benches: argparse._SubParsersAction[argparse.ArgumentParse
     group.add_argument("--slow", type=int, default=0, metavar="N", help="N instances of each role are slower")
     group.add_argument("--slow-factor", type=float, default=3.0, help="so many times")
     group.add_argument("--cache-blocks", type=int, default=None, help="blocks of 512 tokens of a pool; 0: any number")
+    group.add_argument("--cores", type=float, default=None, help="processors that all share; default: one each")
     out = parser.add_argument_group("answers")
     out.add_argument(
         "--slo", action="append", default=[], metavar="METRIC:TIME", help="target of goodput: ttft:2s, itl:50ms, e2e:1s"

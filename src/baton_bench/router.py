@@ -36,6 +36,8 @@ from baton_bench.traces import (
     generate,
     in_bursts,
     read_trace,
+    scaled,
+    scaled_block,
     with_sessions,
     write_trace,
 )
@@ -128,7 +130,9 @@ def replay(setup: Setup, requests: Sequence[TraceRequest]) -> Replay:
 # --- what no policy can beat ---
 
 
-def fresh_tokens(requests: Sequence[TraceRequest], *, closed: bool = False) -> list[int]:
+def fresh_tokens(
+    requests: Sequence[TraceRequest], block_tokens: int = BLOCK_TOKENS, *, closed: bool = False
+) -> list[int]:
     """Return the prompt tokens that each request must have computed, however it is placed.
 
     They are those after the blocks that an earlier request had; in a closed loop, where the order of arrivals depends
@@ -143,11 +147,11 @@ def fresh_tokens(requests: Sequence[TraceRequest], *, closed: bool = False) -> l
                 owners[name] = request.session if owners.get(name, request.session) == request.session else None
     fresh = []
     for number, request in enumerate(requests):
-        full = request.blocks[: request.input_tokens // BLOCK_TOKENS]
+        full = request.blocks[: request.input_tokens // block_tokens]
         known = (first[name] < number or (closed and owners[name] is None) for name in full)
-        matched = BLOCK_TOKENS * next((at for at, is_known in enumerate(known) if not is_known), len(full))
+        matched = block_tokens * next((at for at, is_known in enumerate(known) if not is_known), len(full))
         if matched >= request.input_tokens:
-            matched -= BLOCK_TOKENS  # the last token is computed for its logits
+            matched -= block_tokens  # the last token is computed for its logits
         fresh.append(request.input_tokens - matched)
     return fresh
 
@@ -167,7 +171,7 @@ def bound_ms(setup: Setup, requests: Sequence[TraceRequest]) -> list[float]:
     alone = min(sizes) <= deployment.slow and max(sizes) <= deployment.slow
     fastest = deployment.slow_factor if alone else 1.0
     chunk = min(deployment.limits.prefill_chunk, deployment.limits.max_num_batched_tokens)
-    fresh = fresh_tokens(requests, closed=setup.closed)
+    fresh = fresh_tokens(requests, deployment.block_tokens, closed=setup.closed)
     steps = [-(-tokens // chunk) for tokens in fresh]
     own = []
     for request, tokens, count in zip(requests, fresh, steps, strict=True):
@@ -262,7 +266,7 @@ def _cases(args: argparse.Namespace) -> Iterator[tuple[str, str, argparse.Namesp
         "bounded": {"cache_blocks": 2000},
         "unbounded": {"cache_blocks": 0},
         "open": {"open_loop": True},
-        "many": {"instances": _MANY, "decode_instances": _MANY, "speedup": args.speedup * _MANY / size},
+        "many": {"instances": _MANY, "decode_instances": _MANY, "crowd": _MANY / size},
     }
     names = list(known) if args.scenarios == "all" else [name.strip() for name in args.scenarios.split(",")]
     for name in names if args.scenarios else []:
@@ -270,7 +274,7 @@ def _cases(args: argparse.Namespace) -> Iterator[tuple[str, str, argparse.Namesp
             raise ConfigError(f"scenarios are {', '.join(known)}, got {shown(name)}", field="scenarios")
     for trace in _traces(args):
         for name in names:
-            yield trace, name, argparse.Namespace(**(vars(args) | known.get(name, {})))
+            yield trace, name, argparse.Namespace(**({"crowd": 1.0} | vars(args) | known.get(name, {})))
 
 
 def _traces(args: argparse.Namespace) -> list[str]:
@@ -287,8 +291,9 @@ def _traces(args: argparse.Namespace) -> list[str]:
 
 
 def _workload(args: argparse.Namespace, trace: str) -> tuple[str, list[TraceRequest]]:
-    if not args.speedup > 0:
-        raise ConfigError(f"--speedup must be above 0, got {args.speedup}", field="speedup")
+    for field in ("speedup", "scale"):
+        if not getattr(args, field) > 0:
+            raise ConfigError(f"--{field} must be above 0, got {getattr(args, field)}", field=field)
     if args.save and args.generate is None:
         raise ConfigError("--save is for what --generate made", field="save")
     if trace in GENERATED:
@@ -306,9 +311,8 @@ def _workload(args: argparse.Namespace, trace: str) -> tuple[str, list[TraceRequ
         raise ConfigError(f"--bursts must be at least 1, got {args.bursts}", field="bursts")
     if args.bursts > 1:
         requests = in_bursts(requests, args.bursts)
-    if args.speedup != 1.0:
-        requests = [dataclasses.replace(item, at_ms=item.at_ms / args.speedup) for item in requests]
-    return source, requests
+    requests = scaled(requests, args.scale, 1 / args.speedup)
+    return source, [dataclasses.replace(item, at_ms=item.at_ms / args.crowd) for item in requests]
 
 
 def _deployment(args: argparse.Namespace) -> Deployment:
@@ -325,7 +329,7 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         value = getattr(args, name)
         if value is not None and not value >= least:
             raise ConfigError(f"{name} must be at least {least}, got {value}", field=name)
-    speeds = "prefill_tokens_per_s", "local_prefill_tokens_per_s", "gb_per_s", "kv_bytes_per_token", "itl_ms"
+    speeds = "cores", "prefill_tokens_per_s", "local_prefill_tokens_per_s", "gb_per_s", "kv_bytes_per_token", "itl_ms"
     for name in (*speeds, "itl_per_sequence_ms", "patience_s"):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -340,7 +344,7 @@ def _deployment(args: argparse.Namespace) -> Deployment:
     steps = {name: value / 1e3 for name, value in steps.items() if value is not None}
     decode = dataclasses.replace(decode, decode=dataclasses.replace(decode.decode, **steps))
     if args.cache_blocks is not None:
-        tokens = BLOCK_TOKENS * (args.cache_blocks or _ALL_BLOCKS)
+        tokens = scaled_block(args.scale) * (args.cache_blocks or _ALL_BLOCKS)
         prefill, decode = (dataclasses.replace(each, kv_tokens=tokens) for each in (prefill, decode))
     link = profile.link
     if args.gb_per_s is not None:
@@ -359,6 +363,8 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         slow=args.slow,
         slow_factor=args.slow_factor,
         patience_s=args.patience_s,
+        cores=args.cores,
+        block_tokens=scaled_block(args.scale),
     )
 
 
@@ -439,7 +445,7 @@ def record(setup: Setup, requests: Sequence[TraceRequest], slos: dict[str, float
     """Replay requests and sum up."""
     total = sum(request.input_tokens for request in requests)
     if setup.policy == BOUND:
-        hit_rate = 1 - sum(fresh_tokens(requests, closed=setup.closed)) / total
+        hit_rate = 1 - sum(fresh_tokens(requests, setup.deployment.block_tokens, closed=setup.closed)) / total
         ttft = _percentiles(bound_ms(setup, requests))
         return PolicyRecord(BOUND, None, round(hit_rate, 6), 1.0, 0.0, 0.0, ttft, {}, {}, None, 0.0, 0, 0.0)
     run = replay(setup, requests)
@@ -476,6 +482,7 @@ def document(
     """Return everything as one JSON object."""
     deployment = setup.deployment
     total = sum(request.input_tokens for request in requests)
+    fresh = sum(fresh_tokens(requests, deployment.block_tokens, closed=setup.closed))
     return {
         "command": command_line(),
         "trace": source,
@@ -484,11 +491,11 @@ def document(
         "hours": round((requests[-1].at_ms - requests[0].at_ms) / 3.6e6, 3),
         "instances": deployment.prefills,
         "decode_instances": deployment.decodes,
-        "cache_blocks": min(deployment.prefill.kv_tokens // BLOCK_TOKENS, _ALL_BLOCKS),
+        "cache_blocks": min(deployment.prefill.kv_tokens // deployment.block_tokens, _ALL_BLOCKS),
         "closed": setup.closed and any(request.delay_ms is not None for request in requests),
         "slow": deployment.slow,
         "slow_factor": deployment.slow_factor,
-        "best_hit_rate": round(1 - sum(fresh_tokens(requests, closed=setup.closed)) / total, 6),
+        "best_hit_rate": round(1 - fresh / total, 6),
         "policies": [dataclasses.asdict(item) for item in records],
     }
 

@@ -283,6 +283,36 @@ def draw_length(rng: np.random.Generator, mean: int, spread: float) -> int:
     return max(1, int(rng.integers(round(mean * (1 - spread)), round(mean * (1 + spread)) + 1)))
 
 
+def scaled_block(lengths: float) -> int:
+    """Return the tokens of a block whose trace is scaled by ``lengths``."""
+    return max(1, round(lengths * BLOCK_TOKENS))
+
+
+def scaled(requests: Sequence[TraceRequest], lengths: float = 1.0, times: float = 1.0) -> list[TraceRequest]:
+    """Return a trace with other lengths and times; what prompts share, they share still.
+
+    Args:
+        requests: Requests in order of arrival.
+        lengths: Factor of prompts and answers, above 0; blocks have :func:`scaled_block` tokens then.
+        times: Factor of times of arrival and of delays, above 0.
+    """
+    block = scaled_block(lengths)
+    results = []
+    for request in requests:
+        tokens = max(1, min(round(lengths * request.input_tokens), block * len(request.blocks)))
+        results.append(
+            replace(
+                request,
+                at_ms=times * request.at_ms,
+                input_tokens=tokens,
+                output_tokens=max(1, round(lengths * request.output_tokens)),
+                blocks=request.blocks[: -(-tokens // block)],
+                delay_ms=None if request.delay_ms is None else times * request.delay_ms,
+            )
+        )
+    return results
+
+
 _MINUTE_MS = 60_000
 
 

@@ -13,7 +13,7 @@ import orjson
 from baton.errors import ConfigError, shown
 from baton.tokenizer import Tokenizer
 from baton_bench.serve.options import ServeOptions
-from baton_bench.traces import BLOCK_TOKENS, draw_length, read_lines, read_trace
+from baton_bench.traces import draw_length, read_lines, read_trace, scaled, scaled_block
 
 Prompt = str | tuple[int, ...] | list[dict[str, str]]
 """Text, token ids, or chat messages."""
@@ -66,9 +66,10 @@ class PromptSource:
         return self._options.requests or len(self._from_file) or 100
 
     def warmup(self, draw: int) -> list[PlannedRequest]:
-        """Return the requests that are sent first; synthetic ones are not those that count."""
+        """Return the requests that are sent first; synthetic ones, also before a trace, are not those that count."""
         number = self._options.warmup
-        return self._synthetic(number, [draw, 1]) if not self._from_file else self._cycled(number)
+        counted = self._from_file and not self._options.trace_file  # a trace's prefixes would be known already
+        return self._cycled(number) if counted else self._synthetic(number, [draw, 1])
 
     def requests(self, draw: int, count: int | None = None) -> list[PlannedRequest]:
         """Return the requests that count.
@@ -179,10 +180,9 @@ class PromptSource:
         return PlannedRequest(texts[0], output)
 
     def _read_trace(self, path: Path, limit: int | None) -> list[PlannedRequest]:
-        trace = read_trace(path, limit)
         scale = self._options.scale
-        speedup = self._options.speedup
-        block_tokens = max(1, round(scale * BLOCK_TOKENS))
+        trace = scaled(read_trace(path, limit), scale, 1 / self._options.speedup)
+        block_tokens = scaled_block(scale)
         blocks: dict[int, tuple[int, ...]] = {}
         results = []
         for row in trace:
@@ -190,10 +190,9 @@ class PromptSource:
                 if block not in blocks:
                     rng = np.random.default_rng([self._options.seed, 3, block])
                     blocks[block] = tuple(self._draw(rng, block_tokens))
-            ids = [token for block in row.blocks for token in blocks[block]][: max(1, round(scale * row.input_tokens))]
+            ids = [token for block in row.blocks for token in blocks[block]][: row.input_tokens]
             prompt: Prompt = tuple(ids) if self._tokenizer is None else self._tokenizer.decode(ids)
-            at = (row.at_ms - trace[0].at_ms) / 1e3 / speedup
-            delay = None if row.delay_ms is None else row.delay_ms / 1e3 / speedup
-            output = max(1, round(scale * row.output_tokens))
-            results.append(PlannedRequest(prompt, output, at, row.session, delay))
+            at = (row.at_ms - trace[0].at_ms) / 1e3
+            delay = None if row.delay_ms is None else row.delay_ms / 1e3
+            results.append(PlannedRequest(prompt, row.output_tokens, at, row.session, delay))
         return results

@@ -352,6 +352,8 @@ class OpenAITarget:
         }
         if options.ignore_eos:
             body["ignore_eos"] = True
+        if request.session:
+            body["session_id"] = request.session
         if options.endpoint == "chat":
             prompt = request.prompt
             body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -441,6 +443,7 @@ class GrpcTarget:
             max_tokens=request.output_tokens,
             temperature=0.0,
             ignore_eos=self._options.ignore_eos,
+            session_id=request.session,
         )
         async with stream:
             while (chunks := await stream.next_chunks()) is not None:

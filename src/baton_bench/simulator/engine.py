@@ -53,7 +53,7 @@ class SimulatedSequence:
         base: Prompt tokens.
         prompt: Tokens to compute before the next one is generated: after a preemption also its output.
         target: Tokens to generate.
-        names: Names of its prompt's full blocks of 512 tokens.
+        names: Names of its prompt's full blocks.
         pinned: Whether its prompt is computed for another instance: its blocks are kept until they are read.
         computed: Number of the ``prompt`` tokens whose KV is in the pool.
         matched: Prompt tokens found in the prefix cache when it was admitted first.
@@ -76,7 +76,7 @@ class SimulatedSequence:
         self.prompt = prompt
         self.target = target
         self.pinned = pinned
-        self.names = tuple(names[: prompt // BLOCK_TOKENS])
+        self.names = tuple(names)
         self.computed = self.matched = self.num_passed = self.num_preemptions = self.slice_start = 0
         self.output = self.private = self.joined = self.wait = 0.0
         self.admitted_at = self.first_at = self.last_at = math.nan
@@ -200,12 +200,14 @@ class EngineExtras:
         step_s: Seconds that each step takes beyond the profile.
         speculation: Speculative decoding.
         processors: Processors shared with other instances; ``None``: it has its own.
+        block_tokens: Tokens of a block that prompts can share.
     """
 
     on_change: OnBlocksChanged = lambda stored, dropped: None
     step_s: float = 0.0
     speculation: Speculation = field(default_factory=Speculation)
     processors: Processors | None = None
+    block_tokens: int = BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,8 @@ class SimulatedEngine:
         self._processors = extras.processors
         self._emitted = extras.speculation.per_step
         self._queries = 1 + extras.speculation.tokens
-        self.cache = PrefixCache(profile.kv_tokens, extras.on_change)
+        self._block_tokens = extras.block_tokens
+        self.cache = PrefixCache(profile.kv_tokens, extras.on_change, extras.block_tokens)
         self._lengths = OutputLengths()
         self._budget: StepBudget | None = None
         if limits.step_budget_ms is not None and limits.step_budget_ms > 0:
@@ -362,10 +365,10 @@ class SimulatedEngine:
         if self.decoding:
             self._decoded(began, 1)
         for sequence, count in plan:
-            first = sequence.computed // BLOCK_TOKENS
+            first = sequence.computed // self._block_tokens
             sequence.computed += count
             self.use.prompt_tokens += count
-            self.cache.store(sequence.names[first : sequence.computed // BLOCK_TOKENS])
+            self.cache.store(sequence.names[first : sequence.computed // self._block_tokens])
             if not sequence.missing:
                 self.prefilling.remove(sequence)
                 if not sequence.pinned:
@@ -549,34 +552,34 @@ class SimulatedEngine:
             return
         sequence.computed = max(sequence.computed, matched)
         self.use.matched_tokens += sequence.computed
-        self.cache.store(sequence.names[: sequence.computed // BLOCK_TOKENS])
+        self.cache.store(sequence.names[: sequence.computed // self._block_tokens])
         insort(self.prefilling, sequence, key=_by_key)
 
     def _matched(self, sequence: SimulatedSequence) -> int:
         """Return the number of leading cached tokens; the last one is always computed, for its logits."""
-        matched = BLOCK_TOKENS * self.cache.match_prefix(sequence.names)
-        return matched if matched < sequence.prompt else matched - BLOCK_TOKENS
+        matched = self._block_tokens * self.cache.match_prefix(sequence.names)
+        return matched if matched < sequence.prompt else matched - self._block_tokens
 
     def _prefix_is_computed(self, sequence: SimulatedSequence, matched: int) -> bool:
         """Whether a prompt that has begun computes the block that a waiting one lacks next."""
-        at = matched // BLOCK_TOKENS
-        if at >= len(sequence.names) or matched + BLOCK_TOKENS >= sequence.prompt:
+        at = matched // self._block_tokens
+        if at >= len(sequence.names) or matched + self._block_tokens >= sequence.prompt:
             return False
         name = sequence.names[at]
         return any(
-            at < len(other.names) and other.names[at] == name and other.computed // BLOCK_TOKENS <= at
+            at < len(other.names) and other.names[at] == name and other.computed // self._block_tokens <= at
             for other in self.prefilling
         )
 
     def _private(self, sequence: SimulatedSequence) -> float:
-        """Return the tokens of the pool that a sequence takes beside its prompt's full blocks of 512."""
-        return sequence.prompt - BLOCK_TOKENS * len(sequence.names) + 0.5 * self.limits.block_size
+        """Return the tokens of the pool that a sequence takes beside its prompt's full blocks."""
+        return sequence.prompt - self._block_tokens * len(sequence.names) + 0.5 * self.limits.block_size
 
     def _may_load(self, sequence: SimulatedSequence) -> bool:
         """Whether another sequence may hold blocks while its KV is on its way."""
         if not self._loading:
             return True
-        tokens = sum(BLOCK_TOKENS * len(each.names) + each.private for each in self._loading) + sequence.prompt
+        tokens = sum(self._block_tokens * len(each.names) + each.private for each in self._loading) + sequence.prompt
         most = LOADS_PER_SEQUENCE * self.limits.max_num_seqs
         return len(self._loading) < most and tokens <= LOAD_SHARE * self.cache.capacity
 

@@ -52,6 +52,7 @@ class Fleet:
         max_inflight: Requests that a decode instance may have; 0: any number. ``None``: the router's admission control
             decides, as in production.
         whole_blocks: Whether the last block of a prompt counts as a full one.
+        block_tokens: Tokens of a block that prompts can share.
     """
 
     prefills: int
@@ -65,6 +66,7 @@ class Fleet:
     temperature: float = 0.0
     max_inflight: int | None = None
     whole_blocks: bool = False
+    block_tokens: int = BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class Routing(Protocol):
         """Choose instances and reserve a share of them; ``None``: none has room."""
 
     def on_blocks_changed(self, role: Role, number: int, stored: Sequence[int], dropped: Sequence[int]) -> None:
-        """Apply a change of an instance's prefix cache: names of blocks of 512 tokens."""
+        """Apply a change of an instance's prefix cache: names of blocks."""
 
     def on_first_token(self, route: Route, report: PrefillReport) -> None:
         """Return the prompt's share of its instances, and learn from the report."""
@@ -129,7 +131,7 @@ MakeRouting = Callable[[Fleet, Callable[[], float]], Routing]
 
 
 class PrefixCache:
-    """The KV pool of one instance, in tokens, with the named blocks of 512 tokens that it keeps.
+    """The KV pool of one instance, in tokens, with the named blocks that it keeps.
 
     Running sequences share the blocks of one name. Blocks that no sequence uses are kept while there is room for them;
     the least recently used are dropped first.
@@ -137,13 +139,15 @@ class PrefixCache:
     Args:
         capacity: Tokens that the pool holds.
         on_change: Called after each change of the kept blocks.
+        block_tokens: Tokens of a block.
 
     Attributes:
         used_tokens: Tokens of running sequences; shared blocks count once.
     """
 
-    def __init__(self, capacity: float, on_change: OnBlocksChanged) -> None:
+    def __init__(self, capacity: float, on_change: OnBlocksChanged, block_tokens: int = BLOCK_TOKENS) -> None:
         self.capacity = capacity
+        self._block_tokens = block_tokens
         self.used_tokens = 0.0
         self._users: dict[int, int] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -164,7 +168,7 @@ class PrefixCache:
 
     def unused_tokens(self, names: Sequence[int]) -> int:
         """Return the tokens of those blocks that no sequence uses: what acquiring them takes of the free ones."""
-        return BLOCK_TOKENS * sum(name not in self._users for name in names)
+        return self._block_tokens * sum(name not in self._users for name in names)
 
     def acquire(self, names: Sequence[int]) -> None:
         """Count a sequence as a user of blocks."""
@@ -173,7 +177,7 @@ class PrefixCache:
             count = users.get(name, 0)
             users[name] = count + 1
             if not count:
-                self.used_tokens += BLOCK_TOKENS
+                self.used_tokens += self._block_tokens
 
     def release(self, names: Sequence[int]) -> None:
         """Count a sequence as a user of blocks no more."""
@@ -181,7 +185,7 @@ class PrefixCache:
         for name in names:
             if users[name] == 1:
                 del users[name]
-                self.used_tokens -= BLOCK_TOKENS
+                self.used_tokens -= self._block_tokens
             else:
                 users[name] -= 1
 
@@ -197,8 +201,8 @@ class PrefixCache:
                 stored.append(name)
         dropped = []
         if math.isfinite(self.capacity):
-            private = self.used_tokens - BLOCK_TOKENS * len(self._users)
-            room = max(len(self._users), int((self.capacity - private) // BLOCK_TOKENS))
+            private = self.used_tokens - self._block_tokens * len(self._users)
+            room = max(len(self._users), int((self.capacity - private) // self._block_tokens))
             while len(kept) > room:
                 dropped.append(kept.popitem(last=False)[0])
         if stored or dropped:
@@ -233,7 +237,7 @@ class VirtualInstance:
         events = EventApplier(index, now=now)
         self.instance = Instance(name, role, cast(grpc.aio.Channel, _NoChannel()), Dialer(name), events)
         self.instance.load.now = now
-        self.instance.info = _info(name, role, fleet.kv_bytes_per_token, fleet.max_num_seqs)
+        self.instance.info = _info(name, role, fleet)
         self.instance.status = Status.READY
         if role is Role.DECODE and fleet.max_inflight:
             self.instance.load.limit = fleet.max_inflight
@@ -255,14 +259,14 @@ class VirtualInstance:
         self.instance.events.apply(batch)
 
 
-def _info(name: str, role: Role, kv_bytes_per_token: float, max_num_seqs: int) -> InstanceInfo:
+def _info(name: str, role: Role, fleet: Fleet) -> InstanceInfo:
     fingerprint = Fingerprint(
         model="replay",
         model_digest="0" * 64,
         kv_dtype="bfloat16",
-        block_size=BLOCK_TOKENS,
+        block_size=fleet.block_tokens,
         layer_shapes=(),
-        block_bytes=int(BLOCK_TOKENS * kv_bytes_per_token),
+        block_bytes=int(fleet.block_tokens * fleet.kv_bytes_per_token),
         hash_scheme=HASH_SCHEME,
     )
     return InstanceInfo(
@@ -276,7 +280,7 @@ def _info(name: str, role: Role, kv_bytes_per_token: float, max_num_seqs: int) -
         model_path="",
         vocab_size=2**32,
         eos_token_ids=frozenset(),
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=fleet.max_num_seqs,
     )
 
 
@@ -340,7 +344,8 @@ class VirtualRouter:
     def place(self, request: TraceRequest) -> Route | None:
         """Choose instances and reserve a share of them; ``None``: requests wait in the router for now."""
         # A block's name stands for all of its tokens.
-        tokens = np.repeat(np.array(request.blocks, dtype="<u4"), BLOCK_TOKENS)
+        size = self._fleet.block_tokens
+        tokens = np.repeat(np.array(request.blocks, dtype="<u4"), size)
         if not self._fleet.whole_blocks:
             tokens = tokens[: request.input_tokens]
         if self._room is not None and not self._room.acquire(1, request.input_tokens):
@@ -353,7 +358,7 @@ class VirtualRouter:
                 self._room.release(1, request.input_tokens)
             return None
         self.decision_us.append(1e6 * (time.thread_time() - began))
-        for name, block_hash in zip(request.blocks, block_hashes(tokens, BLOCK_TOKENS, self._root), strict=False):
+        for name, block_hash in zip(request.blocks, block_hashes(tokens, size, self._root), strict=False):
             self._hashes[name] = block_hash
         decision = placement.decision
         local = decision.path in (PrefillPath.LOCAL, PrefillPath.STORE) or not decision.prefill_addresses

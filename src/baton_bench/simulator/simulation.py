@@ -259,6 +259,7 @@ class Deployment:
         slow: Number of instances of each role that are slower.
         slow_factor: How many times as long a slow instance takes for everything, at least 1.
         patience_s: Seconds after which a request that waits in the router is given up.
+        block_tokens: Tokens of a block that prompts can share.
     """
 
     prefills: int
@@ -278,6 +279,7 @@ class Deployment:
     slow: int = 0
     slow_factor: float = 3.0
     patience_s: float = math.inf
+    block_tokens: int = BLOCK_TOKENS
 
     @property
     def ratio(self) -> str:
@@ -372,6 +374,7 @@ class Simulation:
                 step_s=deployment.overheads.step_s,
                 speculation=deployment.speculation if role is Role.DECODE else Speculation(),
                 processors=self._processors,
+                block_tokens=deployment.block_tokens,
             ),
         )
 
@@ -437,7 +440,8 @@ class Simulation:
             self._waiting.popleft()
             job.placed_at = self._timeline.now
             request = job.request
-            sequence = SimulatedSequence(job.number, request.input_tokens, request.output_tokens, request.blocks)
+            full = request.blocks[: request.input_tokens // self.deployment.block_tokens]
+            sequence = SimulatedSequence(job.number, request.input_tokens, request.output_tokens, full)
             job.sequence = sequence
             self._jobs[sequence] = job
             self.decodes[job.route.decode].submit(sequence)
@@ -465,9 +469,10 @@ class Simulation:
         if route is None or route.prefill is None:
             raise AssertionError("a sequence loads that has no prefill instance")
         prefill = self.prefills[route.prefill]
-        there = BLOCK_TOKENS * decode.cache.match_prefix(sequence.names)
-        own = BLOCK_TOKENS * prefill.cache.match_prefix(sequence.names)
-        there = min(there, sequence.prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        size = self.deployment.block_tokens
+        there = size * decode.cache.match_prefix(sequence.names)
+        own = size * prefill.cache.match_prefix(sequence.names)
+        there = min(there, sequence.prompt - 1) // size * size
         job.remote = True
         job.sent = there
         job.arrives_at = self._timeline.now
