@@ -18,19 +18,19 @@ processor sharing (``--cores``).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(Path(__file__).parent))]
+
+from benchmarks.planner_parts.paced_plugin import paced_executors
 
 from baton.cli.main import main as baton
 from baton.config.flags import AccessConfig
@@ -69,25 +69,6 @@ ISL = 256
 OSL = 48
 SLOS = {"ttft": 1500.0, "itl": 100.0}
 FIGURES = ("ttft_p50_ms", "ttft_p90_ms", "itl_p50_ms", "itl_p90_ms", "goodput")
-
-
-@contextlib.contextmanager
-def plugin() -> Iterator[None]:
-    """Have processes that are started meanwhile know the paced executor, as an installed package would."""
-    parts = ROOT / "benchmarks" / "planner_parts"
-    before = os.environ.get("PYTHONPATH")
-    with tempfile.TemporaryDirectory() as folder:
-        facts = Path(folder, "baton_paced-0.1.dist-info")
-        facts.mkdir()
-        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: baton-paced\nVersion: 0.1\n")
-        (facts / "entry_points.txt").write_text("[baton.executors]\npaced = paced_executor:PacedExecutor\n")
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(parts), *([before] if before else [])])
-        sys.path[:0] = [folder, str(parts)]
-        try:
-            yield
-        finally:
-            sys.path[:] = [path for path in sys.path if path not in (folder, str(parts))]
-            os.environ["PYTHONPATH"] = before or ""
 
 
 def flags(executor: str) -> tuple[str, ...]:
@@ -252,7 +233,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     args = parser.parse_args()
     print(" " * 20 + "".join(f"{name + ' pred. meas.':>22}" for name in FIGURES))
-    with plugin(), tempfile.TemporaryDirectory() as folder:
+    with paced_executors(), tempfile.TemporaryDirectory() as folder:
         result = compare(args, Path(folder))
     if args.write and RESULT.exists():
         before = json.loads(RESULT.read_text())

@@ -1,7 +1,7 @@
 """An executor whose steps take a known time: the real model runs, and what is left of the time is slept.
 
 Steps on a machine whose cores several instances share take what the others leave; nothing that is planned can be
-compared with them. These take ``PACE`` as long as the model is faster than that, and each layer's KV is there when its
+compared with them. These take their pace as long as the model is faster, and each layer's KV is there when its
 share of the time is over. ``--executor paced`` finds it by the entry point ``baton.executors``.
 """
 
@@ -25,11 +25,21 @@ PACE = EngineProfile(
     overlap=0.5,
 )
 """What a step takes."""
+AGENTS_PACE = EngineProfile(
+    tp=1,
+    pp=1,
+    prefill=PrefillCost(fixed_s=0.008, per_token_s=2e-4, per_pair_s=1e-7),
+    decode=DecodeCost(fixed_s=0.015, per_context_s=1e-6, per_sequence_s=1e-3),
+    kv_tokens=0,
+    overlap=0.5,
+)
+"""What a step takes where contexts are long."""
 
 
 class PacedExecutor(InProcessExecutor):
-    """Runs the model in one process, no faster than :data:`PACE`."""
+    """Runs the model in one process, no faster than its pace."""
 
+    pace = PACE
     late = 0
     """Steps that took longer than they should have."""
 
@@ -43,7 +53,7 @@ class PacedExecutor(InProcessExecutor):
         context = contexts[~decodes]
         pairs = float((tokens * (context - tokens + 0.5 * tokens)).sum())
         self._began = began
-        self._seconds = PACE.step_s(int(decodes.sum()), int(contexts[decodes].sum()), int(tokens.sum()), pairs)
+        self._seconds = self.pace.step_s(int(decodes.sum()), int(contexts[decodes].sum()), int(tokens.sum()), pairs)
         output = super().forward(batch)
         self._wait(1.0)
         return output
@@ -71,3 +81,9 @@ class PacedExecutor(InProcessExecutor):
                 function(layer)
 
         self._runner.watch_layers(None if function is None else paced)
+
+
+class PacedAgentsExecutor(PacedExecutor):
+    """Runs the model in one process, no faster than :data:`AGENTS_PACE`."""
+
+    pace = AGENTS_PACE

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -219,7 +220,7 @@ class _Meter:
         self._core.step()
         return time.perf_counter() - began
 
-    def _finish(self, requests: Sequence[RequestId] = ()) -> None:
+    def _finish(self, requests: Iterable[RequestId] = ()) -> None:
         for request in requests:
             self._core.abort(request)
         while self._core.has_work():
@@ -247,28 +248,35 @@ class _Meter:
         results = []
         for length in sorted({16, max(16, self._isl // 4), self._isl}):
             for batch in _BATCHES:
-                if batch > self._config.max_num_seqs or batch * (length + _DECODE_STEPS + 8) > self.kv_tokens:
+                tokens = length + self._outputs(batch, length)
+                if batch > self._config.max_num_seqs or batch * (tokens + self._config.block_size) > self.kv_tokens:
                     break
-                results.append(self._decode(batch, length))
+                if tokens <= self._core.max_model_len:
+                    results.append(self._decode(batch, length))
         return results
 
     def _decode(self, batch: int, length: int) -> Point:
-        requests = self._decoding(batch, length, _DECODE_STEPS + _WARM_UP + 1)
+        requests = self._decoding(batch, length, self._outputs(batch, length))
         for _ in range(_WARM_UP):
             self._core.step()
         times = [self._timed() for _ in range(_DECODE_STEPS - 1)]
         self._finish(requests)
-        # In the middle of these steps each sequence has its prompt, one token of prefill, and those since.
-        context = batch * (length + 1 + _WARM_UP + (_DECODE_STEPS - 1) / 2)
+        # In the middle of these steps each sequence has its prompt, what it generated before, and those since.
+        context = batch * (length + _WARM_UP + (_DECODE_STEPS - 1) / 2) + requests.total()
         return statistics.median(times), context, float(batch)
 
-    def _decoding(self, batch: int, length: int, output: int) -> list[RequestId]:
-        """Add ``batch`` sequences and run steps until each has its first token."""
-        requests = [self._add(length, output + batch) for _ in range(batch)]
-        first: set[RequestId] = set()
-        while len(first) < batch:
-            first |= {output.request_id for output in self._core.step()}
-        return requests
+    def _outputs(self, batch: int, length: int) -> int:
+        """Return the tokens that the first of ``batch`` sequences generates at most, until the last is measured."""
+        chunk = min(self._config.prefill_chunk, self._config.max_num_batched_tokens)
+        return (batch - 1) * -(-length // chunk) + _WARM_UP + _DECODE_STEPS + 1
+
+    def _decoding(self, batch: int, length: int, output: int) -> Counter[RequestId]:
+        """Add ``batch`` sequences of at most ``output`` tokens and run steps until each has its first; returns all."""
+        requests = {self._add(length, output) for _ in range(batch)}
+        generated = Counter[RequestId]()
+        while generated.keys() != requests:
+            generated.update({each.request_id: len(each.token_ids) for each in self._core.step()})
+        return generated
 
     def mixed(self) -> list[tuple[float, float, float, float, float]]:
         """Return steps with both: seconds, sequences, context, tokens, pairs."""
@@ -279,7 +287,7 @@ class _Meter:
                 continue
             for tokens in sorted({max(8, chunk // 8), max(8, chunk // 2), chunk}):
                 times = []
-                requests = self._decoding(batch, 32, 4 * self._repeats + 4)
+                requests = self._decoding(batch, 32, 4 * self._repeats + 4 + batch)
                 steps = 0
                 for _ in range(self._repeats):
                     prompt = self._add(tokens, 1)
@@ -287,7 +295,7 @@ class _Meter:
                     steps += 1
                     self._core.abort(prompt)
                 self._finish(requests)
-                context = batch * (33 + batch / 2 + steps / 2)
+                context = batch * (32 + steps / 2) + requests.total()
                 results.append((statistics.median(times), float(batch), context, float(tokens), 0.5 * tokens * tokens))
         return results
 

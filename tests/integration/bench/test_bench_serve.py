@@ -257,6 +257,19 @@ async def test_an_event_without_end_is_given_up(head: bytes, line: str):
     assert sample.message == f"more than {8 * 2**20} bytes without an event"
 
 
+@pytest.mark.parametrize("session", ["", "a"])
+async def test_a_service_is_told_the_session(session: str):
+    bodies: list[dict[str, Any]] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        bodies.append(json.loads(await read_request(reader)))
+        writer.write(HEAD + event("a", "stop") + DONE)
+
+    async with scripted(script) as target:
+        await target.ask(PlannedRequest((1, 2), 4, session=session), Sample(0))
+    assert bodies[0].get("session_id", "") == session
+
+
 async def test_a_request_that_never_ends_is_given_up():
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)

@@ -7,6 +7,9 @@ import json
 import pytest
 
 from baton.cli.main import main
+from baton.config import EngineConfig
+from baton.engine.build import build_engine
+from baton_bench.planner.profiling import _DECODE_STEPS, _WARM_UP, _Meter
 from baton_bench.simulator.profile import Profile
 
 
@@ -29,6 +32,31 @@ def test_a_measured_profile_has_lines_that_fit(profile):
     assert engine.prefill.prompt(64) > 0
     assert engine.decode.seconds(4, 400) > 0
     assert found.link.bytes_per_s > 1e6
+
+
+def test_decodes_of_long_prompts_are_measured_in_whole_batches():
+    """While the last prompt is computed chunk by chunk, the first sequence generates: it must not have ended then."""
+    config = EngineConfig(dtype="float32", kv_blocks=200, max_num_batched_tokens=24, prefix_caching=False)
+    core = build_engine(config)
+    batches: list[int] = []
+    step = core.step
+
+    def counted():
+        outputs = step()
+        batches.append(sum(len(output.token_ids) for output in outputs))
+        return outputs
+
+    core.step = counted
+    try:
+        _, context, batch = _Meter(core, config, 128, 1)._decode(4, 128)
+    finally:
+        core.executor.close()
+        core.shards.close()
+    measured = [tokens for tokens in batches[batches.index(4) :] if tokens]  # without the word that it was aborted
+    assert measured == [4] * len(measured)
+    assert len(measured) == 1 + _WARM_UP + _DECODE_STEPS - 1
+    tokens_before = sum(batches) - 4 * (_DECODE_STEPS - 1)
+    assert (context, batch) == (4 * 128 + tokens_before + 4 * (_DECODE_STEPS - 1) / 2, 4.0)
 
 
 def test_it_can_be_planned_with(profile, capsys):

@@ -39,6 +39,8 @@ from baton_bench.traces import (
     generate,
     in_bursts,
     read_trace,
+    scaled,
+    scaled_block,
     with_sessions,
     write_trace,
 )
@@ -153,6 +155,35 @@ def test_a_broken_archive_is_named(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress((AZURE + "2023-11-16 18:17:05,7,8\n" * 100).encode())[:-12])
     with pytest.raises(ConfigError, match=r"cannot read .*t\.gz"):
         read_trace(path)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(-511, 0), st.integers(1, 900)), min_size=1, max_size=8),
+    st.floats(0.001, 2.0),
+    st.floats(0.01, 10.0),
+)
+def test_a_scaled_trace_shares_what_it_shared(rows: list[tuple[int, int, int]], lengths: float, times: float) -> None:
+    requests = [
+        TraceRequest(100.0 * at, 512 * blocks + less, output, tuple(range(blocks)), "s", 40.0)
+        for at, (blocks, less, output) in enumerate(rows)
+    ]
+    block = scaled_block(lengths)
+    for before, after in zip(requests, scaled(requests, lengths, times), strict=True):
+        assert (len(after.blocks) - 1) * block < after.input_tokens <= len(after.blocks) * block
+        assert after.blocks == before.blocks[: len(after.blocks)]
+        # The rounding of a block's length adds up over all blocks.
+        assert after.input_tokens == pytest.approx(lengths * before.input_tokens, abs=1 + 0.5 * len(before.blocks))
+        assert after.output_tokens == max(1, round(lengths * before.output_tokens))
+        assert (after.at_ms, after.delay_ms) == pytest.approx((times * before.at_ms, times * 40.0))
+    assert scaled(requests) == requests
+
+
+def test_a_replay_of_a_scaled_trace_finds_as_many_blocks() -> None:
+    shorter = scaled(CHATS, 1 / 32, 1 / 32)
+    fast = replace(ENGINE, prefill=replace(ENGINE.prefill, fixed_s=0.0), decode=replace(ENGINE.decode, fixed_s=0.0))
+    whole = served(setup_of(1, 1, threshold=0, prefill=fast, decode=fast), CHATS)
+    parts = served(setup_of(1, 1, threshold=0, block_tokens=16, prefill=fast, decode=fast), shorter)
+    assert parts.hit_rate == pytest.approx(whole.hit_rate, abs=0.01)
 
 
 def test_generated_clients_are_unequal() -> None:

@@ -156,6 +156,16 @@ def test_a_trace_with_delays_is_replayed_in_a_closed_loop(tmp_path):
     assert all(sample.sent_s >= sample.due_s for sample in load.samples)
 
 
+def test_warm_up_does_not_send_what_a_trace_begins_with(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [0, 1]}))
+    source = PromptSource(ServeOptions(trace=str(path), warmup=2, isl=600))
+    counted = source.requests(0)[0].prompt
+    warm = [request.prompt for request in source.warmup(0)]
+    assert [len(prompt) for prompt in warm] == [600, 600]
+    assert all(prompt[:16] != counted[:16] for prompt in warm)
+
+
 # --- prompts ---
 
 
