@@ -287,12 +287,12 @@ async def knee_of(monkeypatch, capacity: float, room: int) -> tuple[KneeRecord, 
     """Search with 20 requests per load where all targets are always kept."""
     loads = list[tuple[float, int]]()
 
-    async def put(target, requests, times, concurrency, on_done):
+    async def send(target, requests, times, concurrency, on_done):
         rate = (len(times) - 1) / times[-1]
         loads.append((rate, len(requests)))
         return answered(rate, len(requests), capacity, room)
 
-    monkeypatch.setattr(run_module, "put_load", put)
+    monkeypatch.setattr(run_module, "put_load", send)
     options = ServeOptions(find_knee=True, requests=20, warmup=0, knee_max_rate=1000.0)
     records = list[Any]()
     benchmark = Benchmark(options, AccessConfig(), {"ttft": 60_000.0})
