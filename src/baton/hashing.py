@@ -137,6 +137,17 @@ def block_hashes(
     return [BlockHash(data[at : at + HASH_BYTES]) for at in range(0, len(data), HASH_BYTES)]
 
 
+def state_hashes(block_hash: BlockHash, count: int) -> list[BlockHash]:
+    """Return the names of the ``count`` blocks that hold a snapshot of recurrent states.
+
+    Args:
+        block_hash: Hash of the block after which these are the states; the first of them has this name, too.
+        count: Number of blocks, at least 1.
+    """
+    digests = (hashlib.sha256(b"state\0" + i.to_bytes(4, "little") + block_hash).digest() for i in range(1, count))
+    return [block_hash, *map(BlockHash, digests)]
+
+
 def hash_memory(address: int, stride: int, count: int, parent: bytes, *, instructions: bool = _HAS_SHA) -> bytes:
     """Hash ``count`` pieces of ``stride`` bytes of memory, each with the hash before it.
 

@@ -112,9 +112,11 @@ def check_alone_batched_and_cached(path: Path, prompts: list[list[int]], expecte
 
 def check_preempted(path: Path, model: Any) -> None:
     rng = random.Random(8)
-    prompts = [[rng.randrange(8, VOCAB) for _ in range(5 + 2 * i)] for i in range(GROWING)]
+    states = load_executor(engine_config(path)).state_blocks
+    prompts = [[rng.randrange(8, VOCAB) for _ in range(5 + 2 * (i % GROWING))] for i in range(GROWING + states)]
     expected = generate(model, prompts, GROWING_TOKENS)
-    with LLM(engine_config(path, kv_blocks=8, max_model_len=64)) as llm:
+    # Of states one is loaded while another one is written.
+    with LLM(engine_config(path, kv_blocks=8 + 2 * states, max_model_len=64)) as llm:
         expect_short_outputs(llm.core)
         outputs = llm.generate(prompts, sampling(GROWING_TOKENS))
         assert [output.token_ids for output in outputs] == expected

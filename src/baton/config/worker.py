@@ -112,6 +112,7 @@ class EngineConfig:
         choices=("fcfs", "priority"),
     )
     prefix_caching: bool = option(True, "reuse KV of earlier requests with the same prefix")
+    state_every: int = option(2048, "tokens between snapshots of recurrent states, which a cached prefix needs, too")
     layer_groups: bool = option(
         True,
         "models with sliding-window layers beside others: blocks per group of layers, so that those are given back "

@@ -140,7 +140,10 @@ def plan_kv_blocks(config: EngineConfig, executor: Executor) -> int:
         raise ConfigError(
             "no memory is left for a single KV block; raise kv_memory_fraction", field="kv_memory_fraction"
         )
-    fits = blocks * config.block_size
+    states = 2 * executor.state_blocks  # one is loaded while another one is written
+    if states >= blocks:
+        raise ConfigError(f"{blocks} KV blocks: two recurrent states take {states}", field="kv_blocks")
+    fits = (blocks - states) * config.block_size
     if fits < executor.max_model_len:
         if config.max_model_len is not None:
             raise ConfigError(
@@ -159,12 +162,13 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
     graphs = executor.graph_bytes()
     layouts = _layouts(config, executor)
     staging = STAGING_BYTES if executor.device.type == "cuda" else 0
-    blocks = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
+    states = config.max_num_seqs * executor.state_blocks * executor.layout.block_bytes
+    blocks = config.max_num_seqs * (executor.layout.num_blocks_for(executor.max_model_len) + executor.state_blocks)
     for memory, ranks in _ranks_by_memory(_rank_devices(config, executor)).items():
         peaks = sum(activations[rank] for rank in ranks)
         available = free_bytes(memory)
         block_bytes = sum(layouts[rank].block_bytes * layouts[rank].num_groups for rank in ranks)
-        usable = config.pool_fraction * max(0, available - peaks - graphs - staging)
+        usable = config.pool_fraction * max(0, available - peaks - graphs - staging - states)
         blocks = min(int(usable) // block_bytes, blocks)
         log.info(
             "memory of %s: %.0f MiB free after loading, %.0f MiB for activations, %.0f MiB for graphs; %d blocks of %d "

@@ -146,7 +146,8 @@ class ConnectorBridge:
         tenant = sequence.group.request.tenant
         if tenant is not None:
             connector.blocks_belong(_connector_id(sequence), tenant)
-        connector.blocks_computed(_connector_id(sequence), tuple(sequence.block_ids), hashes, done)
+        blocks = (*sequence.block_ids, *sequence.state_blocks)
+        connector.blocks_computed(_connector_id(sequence), blocks, hashes, done)
 
     def release_finished(self, sequence: Sequence) -> None:
         """Release a finished sequence's blocks, or hold them while the connector needs them."""

@@ -98,18 +98,19 @@ class EngineCore:
         layout = executor.layout
         # With layer groups, the last block is never written: it replaces released blocks in block tables.
         pool_blocks = self.arena.num_blocks - (layout.num_groups > 1)
+        state_blocks = getattr(executor, "state_blocks", 0)
         self._pool = BlockPool(
             pool_blocks,
             self.arena.generations[:pool_blocks],
             self._events.append if on_events else None,
             tenant_share=config.tenant_cache_share,
-            groups=layout.num_groups,
+            groups=2 if state_blocks else layout.num_groups,
         )
         groups = WindowGroups(layout.groups, pool_blocks, self._block_size)
         self._bridge = ConnectorBridge(connector, self._pool, self._block_size)
         if self._bridge.on_layer is not None:
             executor.on_layer = self._bridge.on_layer
-        self._scheduler = Scheduler(config, self._pool, self._bridge, groups)
+        self._scheduler = Scheduler(config, self._pool, self._bridge, groups, state_blocks=state_blocks)
         self.limit_step_time(False)
         self._groups: dict[RequestId, RequestGroup] = {}
         self._early: list[SequenceOutput] = []
@@ -122,9 +123,10 @@ class EngineCore:
         self.speculator = None if drafter is None else Speculator(config, drafter, executor.vocab_size)
         parts = self._scheduler, self._bridge, self.masks, lambda: self.speculator
         self.steps = StepPipeline(config, executor, *parts, clock)
+        self._has_states = state_blocks > 0
         self._content_key = executor.fingerprint.content_key()
         limit = config.max_model_len or executor.max_model_len
-        self.max_model_len = min(limit, pool_blocks // layout.num_groups * self._block_size)
+        self.max_model_len = min(limit, (pool_blocks - 2 * state_blocks) // layout.num_groups * self._block_size)
 
     # Requests
 
@@ -296,6 +298,7 @@ class EngineCore:
         bridge = self._bridge
         idle = not (self._groups or bridge.loading or bridge.held or bridge.saving or bridge.deferred_blocks)
         self._pool.check_integrity(idle=idle)
+        self._scheduler.check_integrity()
 
     # Steps
 
@@ -343,6 +346,7 @@ class EngineCore:
         else:
             self.steps.observe_step_time(step)
         self._pool.release(step.blocks)
+        self._scheduler.release_states(step.plan)
 
     @torch.inference_mode()
     def _process_step(self, step: InFlightStep, outputs: list[SequenceOutput]) -> None:
@@ -367,6 +371,7 @@ class EngineCore:
             self._scheduler.commit(sequence)
             if prompt or sequence.pinned:
                 self._bridge.save_computed(sequence)
+        self._scheduler.commit_states(step.plan)
         for each in sampled:
             if each.sequence.state is not SequenceState.FINISHED:
                 self._append_with_forced(each, outputs)
@@ -411,6 +416,11 @@ class EngineCore:
         came = update.num_valid_tokens
         if sequence.windows and came < sequence.num_tokens - 1:
             came = local  # of windows only what is seen after all tokens was loaded
+        if self._has_states:
+            # States are those after all tokens, or after the local ones: nothing between them can be gone on from.
+            came = sequence.num_tokens if first is not None and came >= sequence.num_tokens else local
+            if came > local:
+                self._pool.release(sequence.adopt_state_blocks())
         valid = max(local, min(came, most))
         moved = max(0, min(came, sequence.num_tokens) - local)
         if again:

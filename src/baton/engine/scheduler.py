@@ -37,6 +37,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
@@ -48,8 +49,9 @@ from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.sequence import PrefixHit, Sequence, SequenceState, SortKey, WindowGroups
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
 from baton.errors import InternalError
+from baton.hashing import state_hashes
 from baton.kv_cache.block_pool import BlockPool
-from baton.types import BACKGROUND_PRIORITY, BlockHash, FinishReason
+from baton.types import BACKGROUND_PRIORITY, BlockHash, BlockId, FinishReason
 
 
 class WaitingQueue:
@@ -229,6 +231,8 @@ MOST_QUERIES = 32
 PROMPT_LOGPROB_ROWS = 64
 """Prompt tokens of a step whose log probabilities are computed: each takes a row of logits."""
 
+_STATES = 1
+"""Group of the pool's blocks that hold snapshots of recurrent states; models that have some have no layer groups."""
 _FIRST_KEY: SortKey = (-(2**31), -1, -1)
 """Sort key before all sequences."""
 _by_key = attrgetter("key")
@@ -237,6 +241,21 @@ BACKGROUND: SortKey = (BACKGROUND_PRIORITY, -1, -1)
 BACKGROUND_PART = 8
 """A step has at most this part of its budget of tokens for background sequences' prompts: 1/8."""
 _MAY_ROLL_BACK = {SequenceState.WAITING, SequenceState.LOADED, SequenceState.RUNNING}
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy between a slot of recurrent states and blocks of the pool.
+
+    Attributes:
+        slot: The slot.
+        block_ids: The blocks, which hold one snapshot together.
+        num_tokens: Number of a sequence's tokens after which these are its states.
+    """
+
+    slot: int
+    block_ids: tuple[BlockId, ...]
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -256,6 +275,9 @@ class StepPlan:
         num_scored: Prompt tokens at most whose log probabilities are computed.
         work: What the step computes, for the estimate of its time; ``None``: not estimated.
         has_prompts: Whether a part of a prompt is computed.
+        state_loads: Snapshots that slots of recurrent states get before the step.
+        state_saves: Snapshots that are taken after it, each with its sequence.
+        state_blocks: Blocks of these snapshots, one reference each, released when the step has been read.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
@@ -264,6 +286,9 @@ class StepPlan:
     num_scored: int = 0
     work: StepWork | None = None
     has_prompts: bool = False
+    state_loads: list[StateCopy] = field(default_factory=list)
+    state_saves: list[tuple[Sequence, StateCopy]] = field(default_factory=list)
+    state_blocks: list[BlockId] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Number of sequences in the step."""
@@ -299,7 +324,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, pool: BlockPool, bridge: ConnectorBridge, groups: WindowGroups | None = None
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        bridge: ConnectorBridge,
+        groups: WindowGroups | None = None,
+        *,
+        state_blocks: int = 0,
     ) -> None:
         self._pool = pool
         self._groups = groups or WindowGroups((), 0, config.block_size)
@@ -309,6 +340,9 @@ class Scheduler:
         self._chunk = config.prefill_chunk
         self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._caching = config.prefix_caching
+        self._state_every = config.state_every
+        self._num_state_blocks = state_blocks
+        self._free_slots = list(range(self._max_seqs - 1, -1, -1)) if state_blocks else None
         self._preempts = config.policy == "priority"
         self._max_loads = 4 * config.max_num_seqs if config.max_loads is None else config.max_loads
         self._max_load_blocks = int(config.load_share * pool.num_blocks)
@@ -324,6 +358,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next step; reserves their blocks, admits and preempts sequences."""
+        plan = self._plan_tokens()
+        if self._num_state_blocks:
+            self._plan_states(plan)
+        return plan
+
+    def _plan_tokens(self) -> StepPlan:
         plan = StepPlan()
         while self.loaded and len(self.running) < self._max_seqs:
             self._start_running(self.loaded.pop(0))
@@ -333,6 +373,55 @@ class Scheduler:
             # What is running may have changed: a sequence that was admitted, and those that it preempted.
             self._plan_background(plan, [x for x in self.running if x.key > BACKGROUND])
         return plan
+
+    def _plan_states(self, plan: StepPlan) -> None:
+        """Add the copies of recurrent states that a plan's tokens need, or that later requests may use."""
+        for sequence, count in plan.counts.items():
+            if blocks := sequence.pop_snapshot():
+                plan.state_loads.append(StateCopy(sequence.state_slot, tuple(blocks), sequence.num_launched))
+                plan.state_blocks += blocks
+            end = sequence.num_launched + count
+            if sequence.pinned and end == sequence.num_tokens:
+                self._plan_save(plan, sequence, sequence.state_blocks, end)
+            if self._caching and end == self._next_snapshot(sequence):
+                name = sequence.hash_blocks(end, self._block_size)[-1]
+                if self._pool.find([name], _STATES) == [None]:
+                    blocks = self._pool.allocate(self._num_state_blocks) or []
+                    plan.state_blocks += blocks
+                    self._plan_save(plan, sequence, blocks, end)
+
+    def _plan_save(self, plan: StepPlan, sequence: Sequence, blocks: list[BlockId], num_tokens: int) -> None:
+        if blocks:
+            plan.state_saves.append((sequence, StateCopy(sequence.state_slot, tuple(blocks), num_tokens)))
+
+    def _next_snapshot(self, sequence: Sequence) -> int:
+        """Return the number of tokens after which the next snapshot of a sequence's states is taken.
+
+        That is every ``state_every`` tokens, where the last full block before the end of a prompt ends, which the next
+        turn of its conversation begins with, and where it parts from an earlier prompt: a third one may part there too.
+        """
+        size = self._block_size
+        every = max(1, self._state_every // size) * size
+        done = sequence.num_launched
+        points = (done // every + 1) * every, (sequence.num_prompt - 1) // size * size, sequence.branch
+        return min(point for point in points if point > done)
+
+    def commit_states(self, plan: StepPlan) -> None:
+        """Register the snapshots of a step that was read in the prefix cache, and release their blocks."""
+        for sequence, copy in plan.state_saves:
+            blocks = list(copy.block_ids)
+            if blocks == sequence.state_blocks or sequence.num_computed < copy.num_tokens:
+                continue  # they are for a reader, or of a sequence that ended in error or was preempted
+            name = sequence.hash_blocks(copy.num_tokens, self._block_size)[-1]
+            owner = sequence.group.request.tenant
+            tenant = owner.id if owner is not None else ""
+            for block, block_hash in zip(blocks, state_hashes(name, len(blocks)), strict=True):
+                self._pool.commit(block, block_hash, None, tenant=tenant, group=_STATES)
+
+    def release_states(self, plan: StepPlan) -> None:
+        """Release the blocks of a step's snapshots, once."""
+        self._pool.release(plan.state_blocks)
+        plan.state_blocks = []
 
     def _has_background(self) -> bool:
         """Whether there are background sequences that wait or run."""
@@ -434,6 +523,8 @@ class Scheduler:
     def _chunk_size(self, plan: StepPlan, sequence: Sequence, budget: int, room: PrefillRoom | None) -> int:
         """Return how many tokens of a prefilling sequence fit into a step."""
         count = min(sequence.num_missing, self._chunk, budget)
+        if self._num_state_blocks and self._caching:
+            count = min(count, self._next_snapshot(sequence) - sequence.num_launched)
         if sequence.wants_prompt_logprobs:
             count = min(count, PROMPT_LOGPROB_ROWS - plan.num_scored)
         return count if room is None else room.fit(count, sequence.num_launched)
@@ -538,7 +629,8 @@ class Scheduler:
         may_load = self._may_start_load(need)
         if not may_load and sequence in self.waiting_to_load:
             return None
-        free = self._pool.num_free_without(prefix.all_blocks) // self._groups.count
+        states = self._num_state_blocks if sequence.pinned or self._bridge.may_load(sequence) else 0
+        free = self._pool.num_free_without(prefix.all_blocks) // self._groups.count - states
         if not forecast.fits(sequence, len(prefix.block_ids), free):
             return False
         num_local = len(prefix.block_ids) * self._block_size
@@ -554,6 +646,8 @@ class Scheduler:
         self._pool.acquire(prefix.all_blocks)
         sequence.attach_prefix(prefix, self._groups.new_tables(), self._block_size)
         sequence.append_blocks(self._pool.allocate(need) or ())
+        if sequence.pinned or loads:
+            sequence.state_blocks = self._pool.allocate(states) or []
         if not sequence.admitted:
             sequence.admitted = True
             sequence.group.admitted_ns = sequence.group.admitted_ns or time.monotonic_ns()
@@ -576,7 +670,21 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> PrefixHit:
         """Return cached blocks of a sequence, at most all but its last token: logits come from computing one."""
-        return self._groups.match(self._pool, self._prefix_hashes(sequence))
+        hashes = self._prefix_hashes(sequence)
+        hit = self._groups.match(self._pool, hashes)
+        sequence.branch = len(hit.block_ids) * self._block_size
+        return self._with_snapshot(hit, hashes) if self._num_state_blocks else hit
+
+    def _with_snapshot(self, hit: PrefixHit, hashes: SequenceOf[BlockHash]) -> PrefixHit:
+        """Return the longest part of a cached prefix after which there is a snapshot of the recurrent states."""
+        for length in range(len(hit.block_ids), 0, -1):
+            if self._pool.find(hashes[length - 1 : length], _STATES) == [None]:
+                continue
+            found = self._pool.find(state_hashes(hashes[length - 1], self._num_state_blocks), _STATES)
+            snapshot = [block for block in found if block is not None]
+            if len(snapshot) == len(found):
+                return PrefixHit(hit.block_ids[:length], [], snapshot)
+        return PrefixHit([], [])
 
     def _prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Return the hashes of the blocks that a sequence may take from the prefix cache."""
@@ -588,6 +696,8 @@ class Scheduler:
 
         A block's hash stands for all tokens up to its end: two sequences share all blocks before one that they share.
         """
+        if self._num_state_blocks:
+            return False  # it would find the KV, but no states at the end of what both share
         hashes = self._prefix_hashes(sequence)
         blocks = -(-LEAST_AWAITED // self._block_size)
         for other in self.running:
@@ -605,6 +715,8 @@ class Scheduler:
     def _start_running(self, sequence: Sequence) -> None:
         """Add a sequence that holds its blocks to the batch."""
         sequence.state = SequenceState.RUNNING
+        if self._free_slots is not None:
+            sequence.state_slot = self._free_slots.pop()
         insort(self.running, sequence, key=_by_key)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
@@ -680,6 +792,8 @@ class Scheduler:
         if sequence.pinned or sequence.state not in _MAY_ROLL_BACK:
             raise InternalError(f"a sequence that is {sequence.state.value} or pinned cannot be rolled back")
         self._pool.release(sequence.roll_back(count, self._block_size))
+        if sequence.state is SequenceState.RUNNING and self._free_slots is not None:
+            self._preempt(sequence)  # its states cannot go back
 
     def commit(self, sequence: Sequence) -> None:
         """Register full blocks in the prefix cache, and release those outside all attention windows."""
@@ -734,10 +848,24 @@ class Scheduler:
         match state or sequence.state:
             case SequenceState.RUNNING:
                 self.running.remove(sequence)
+                if self._free_slots is not None:
+                    self._free_slots.append(sequence.state_slot)
+                    sequence.state_slot = -1
             case SequenceState.LOADED:
                 self.loaded.remove(sequence)
             case SequenceState.WAITING:
                 self._dequeue(sequence)
+
+    def check_integrity(self) -> None:
+        """Check that every state slot is free or one running sequence's.
+
+        Raises:
+            AssertionError: A slot leaked or has two owners.
+        """
+        if self._free_slots is not None:
+            slots = [*self._free_slots, *(sequence.state_slot for sequence in self.running)]
+            if sorted(slots) != list(range(self._max_seqs)):
+                raise AssertionError("state slots are lost, or have two owners")
 
     def _dequeue(self, sequence: Sequence) -> None:
         self.waiting.discard(sequence)

@@ -117,15 +117,17 @@ class PrefixHit:
     Attributes:
         block_ids: Blocks of group 0, from the first token on.
         windows: Per other group, the last blocks, which its window reaches.
+        snapshot: Blocks with the recurrent states after these tokens.
     """
 
     block_ids: list[BlockId]
     windows: list[list[BlockId]]
+    snapshot: list[BlockId] = field(default_factory=list)
 
     @property
     def all_blocks(self) -> list[BlockId]:
-        """The blocks of all groups."""
-        return [*self.block_ids, *(block for blocks in self.windows for block in blocks)]
+        """The blocks of all groups, and of the snapshot."""
+        return [*self.block_ids, *(block for blocks in self.windows for block in blocks), *self.snapshot]
 
 
 class WindowGroups:
@@ -261,6 +263,10 @@ class Sequence:
         sampler: Sampling state.
         num_drafted: Draft tokens that were verified.
         num_accepted: Draft tokens that were accepted.
+        state_slot: Slot of its recurrent states while it runs; -1: it has none.
+        snapshot: Blocks with its states after ``num_computed`` tokens, until its slot has them; empty: none.
+        state_blocks: Blocks for the states after all tokens of its prompt, which one instance writes and another reads.
+        branch: Leading tokens that an earlier sequence had too, as of its last admission.
         num_passed: Later sequences that were admitted first, while there was no room for this one.
         awaits_prefix: Whether it waited, when it was last tried, for blocks that a running sequence computes.
     """
@@ -292,6 +298,10 @@ class Sequence:
     num_lost: int = 0
     num_reloaded: int = 0
     num_repeated: int = 0
+    state_slot: int = -1
+    snapshot: list[BlockId] = field(default_factory=list)
+    state_blocks: list[BlockId] = field(default_factory=list)
+    branch: int = 0
     num_passed: int = 0
     awaits_prefix: bool = False
     num_drafted: int = 0
@@ -374,16 +384,20 @@ class Sequence:
 
     @property
     def all_blocks(self) -> list[BlockId]:
-        """The blocks of all layer groups."""
-        return [*self.block_ids, *(block for table in self.windows for block in table.block_ids)]
+        """The blocks of all layer groups, and those of its recurrent states."""
+        windows = (block for table in self.windows for block in table.block_ids)
+        return [*self.block_ids, *windows, *self.snapshot, *self.state_blocks]
 
     def blocks_to_load(self, block_size: int) -> tuple[BlockId, ...]:
-        """Return the blocks for the KV of all its tokens, group by group; -1: what no token after them will see."""
+        """Return the blocks for the KV of all its tokens, group by group; -1: what no token after them will see.
+
+        Those of its recurrent states follow at the end.
+        """
         block_ids = list(self.block_ids)
         for table in self.windows:
             first = max(table.first, table.first_needed(self.num_tokens - 1, block_size))
             block_ids += [BlockId(-1)] * first + table.block_ids[first - table.first :]
-        return tuple(block_ids)
+        return (*block_ids, *self.state_blocks)
 
     def append_blocks(self, block_ids: SequenceOf[BlockId]) -> None:
         """Add blocks at the end of its table, and as many to each of the other layer groups'."""
@@ -408,8 +422,22 @@ class Sequence:
         for table, tail in zip(windows, prefix.windows, strict=True):
             table.begin(len(prefix.block_ids) - len(tail), tail)
         self.windows = windows
+        self.snapshot = list(prefix.snapshot)
         self.num_committed = len(prefix.block_ids)
         self.skip_to(len(prefix.block_ids) * block_size)
+
+    def pop_snapshot(self) -> list[BlockId]:
+        """Remove and return the blocks of its snapshot."""
+        blocks = self.snapshot
+        self.snapshot = []
+        return blocks
+
+    def adopt_state_blocks(self) -> list[BlockId]:
+        """Make the states that were loaded its snapshot; returns the blocks of the one before."""
+        blocks = self.snapshot
+        self.snapshot = self.state_blocks
+        self.state_blocks = []
+        return blocks
 
     def skip_to(self, num_tokens: int) -> None:
         """Note that the KV of the first ``num_tokens`` tokens is in the pool without having been computed here."""
@@ -421,6 +449,8 @@ class Sequence:
         blocks = self.all_blocks
         self.block_ids = []
         self.windows = []
+        self.snapshot = []
+        self.state_blocks = []
         self.num_lost = max(self.num_lost, self.num_computed)
         self.num_computed = self.num_committed = 0
         return blocks

@@ -38,6 +38,8 @@ class Fingerprint:
         draft: Name and digest of the drafter that the last ``draft_layers`` layers belong to; empty: all layers are the
             model's. Block hashes do not depend on it, and instances exchange the layers that they have in common.
         draft_layers: Number of the drafter's layers.
+        states: Kinds, sizes and types of the recurrent states that go with the KV, and the size of the blocks that they
+            are put into; empty: the model has none.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Fingerprint:
     layer_groups: tuple[int, ...] = ()
     draft: str = ""
     draft_layers: int = 0
+    states: str = ""
 
     def __hash__(self) -> int:
         # Hashed with every call of a store: the layers, which are most of it, are left to the comparison.
@@ -306,7 +309,7 @@ def _digest(fingerprint: Fingerprint) -> bytes:
     del values["model"]
     if not values["kv_cast"]:
         del values["kv_cast"]  # blocks that were stored before this field existed keep their digest
-    for name in ("layer_groups", "draft", "draft_layers"):
+    for name in ("layer_groups", "draft", "draft_layers", "states"):
         if not values[name]:
             del values[name]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()

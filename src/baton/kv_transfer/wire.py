@@ -189,7 +189,7 @@ class Facts:
         return {
             "epoch": self.epoch.hex(),
             "digest": self.fingerprint.digest().hex(),
-            "fingerprint": dataclasses.asdict(self.fingerprint),
+            "fingerprint": _fingerprint_fields(self.fingerprint),
             "num_blocks": self.num_blocks,
         }
 
@@ -277,6 +277,14 @@ def greet_or_refuse(stream: Stream, token: Token | None, wait: Wait) -> bool:
     return True
 
 
+def _fingerprint_fields(fingerprint: Fingerprint) -> dict[str, Any]:
+    """Return a fingerprint's fields; peers of before recurrent states know no ``states``, which are then left out."""
+    fields = dataclasses.asdict(fingerprint)
+    if not fingerprint.states:
+        del fields["states"]
+    return fields
+
+
 def fingerprint_from_fields(fields: object) -> Fingerprint:
     """Rebuild a fingerprint from JSON fields.
 
@@ -285,9 +293,9 @@ def fingerprint_from_fields(fields: object) -> Fingerprint:
     """
     types = {"str": str, "int": int, "bool": bool}
     declared = {item.name: types.get(str(item.type)) for item in dataclasses.fields(Fingerprint)}
-    if not isinstance(fields, dict) or set(fields) != set(declared):
+    if not isinstance(fields, dict) or {*fields, "states"} != set(declared):
         raise BadFrameError("the peer's fingerprint has other fields", field="fingerprint")
-    values: dict[str, Any] = dict(fields)
+    values: dict[str, Any] = {"states": "", **fields}
     for name, kind in declared.items():
         if kind is not None and (type(values[name]) is not kind or not _is_plain(values[name])):
             raise BadFrameError(f"the peer's fingerprint is malformed in {name}", field=name)

@@ -107,6 +107,11 @@ class LoadedModel:
         return self.executor.fingerprint
 
     @property
+    def state_blocks(self) -> int:
+        """Number of blocks that a sequence's recurrent states take; 0: the model has none."""
+        return getattr(self.executor, "state_blocks", 0)
+
+    @property
     def num_blocks(self) -> int:
         """Number of whole KV blocks in the pool."""
         return self.arena.num_blocks // self.executor.layout.num_groups

@@ -74,6 +74,7 @@ class DecodeRole(InstanceRole):
                 base.engine_config.block_size,
                 base.get_source,
                 base.model.executor.layout.num_groups,
+                base.model.state_blocks,
             ),
             dialer=self._dialer,
             loop=base.loop,

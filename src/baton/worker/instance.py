@@ -23,7 +23,7 @@ from baton.engine.build import load_grammars, make_arena
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import load_executor
 from baton.engine.speculation.methods import load_drafter
-from baton.errors import BusyError, InvalidRequestError, PermissionDeniedError
+from baton.errors import BusyError, ConfigError, InvalidRequestError, PermissionDeniedError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.logs import Absence
@@ -165,6 +165,10 @@ class WorkerInstance:
         layer_groups = self._engine_config.layer_groups and alone
         executor = load_executor(dataclasses.replace(self._engine_config, layer_groups=layer_groups))
         self._stack.callback(executor.close)
+        if getattr(executor, "state_blocks", 0) and (self._config.kvstore or self._config.kv_connectors):
+            field = "kvstore" if self._config.kvstore else "kv_connectors"
+            why = "keeps recurrent states, which stores, files and host memory do not take"
+            raise ConfigError(f"{executor.fingerprint.model} {why}", field=field)
         # Before the pool is allocated: its blocks may contain the drafter's KV too.
         drafter = load_drafter(self._engine_config, executor)
         if drafter is not None:

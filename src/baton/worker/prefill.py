@@ -124,6 +124,8 @@ class PrefillRole(InstanceRole):
         config = base.config
         fingerprint = base.model.fingerprint
         block_size = base.engine_config.block_size
+        # Recurrent states are complete at the end of a step: nothing could be done with the KV before.
+        layerwise = config.layerwise and not base.model.state_blocks
         self._buffer: LookupBuffer[Offer] = LookupBuffer(max_bytes=_OFFER_BUFFER_BYTES)
         self._producer = producer = P2PProducer(
             arena=base.model.arena,
@@ -132,7 +134,8 @@ class PrefillRole(InstanceRole):
             block_size=block_size,
             lease_s=config.lease_s,
             max_leases=config.max_leases,
-            layers=len(fingerprint.layer_shapes) if config.layerwise else 0,
+            layers=len(fingerprint.layer_shapes) if layerwise else 0,
+            state_blocks=base.model.state_blocks,
         )
         self._unclaimed: Prompts = UnclaimedPrompts(
             max_blocks=int(config.unclaimed_share * base.model.arena.num_blocks),
@@ -152,7 +155,7 @@ class PrefillRole(InstanceRole):
         )
         self.connector = MultiConnector([self._reuser, producer])
         self._queue = PrefillQueue(context.engine)
-        self.next_step = (lambda: producer.next_step) if config.layerwise else None
+        self.next_step = (lambda: producer.next_step) if layerwise else None
 
     async def prefill(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
         """Offer a prompt's blocks, computed now or beforehand, and keep them until the caller closes the stream."""
@@ -319,6 +322,8 @@ class PrefillRole(InstanceRole):
         """Return the blocks that the caller holds and this instance can read; ``None``: there are none."""
         if not request.HasField("held") or not request.held.block_ids:
             return None
+        if self._worker.base.model.state_blocks:
+            return None  # without the recurrent states behind them they are of no use
         held = HeldBlocks(
             source_from_pb(request.held.source, field="held.source"),
             tuple(request.held.block_ids),

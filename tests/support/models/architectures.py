@@ -55,9 +55,12 @@ SMALL: dict[str, Any] = {
     "rotary_dim": 8,
     "sliding_window": 24,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), MAX_LEN),
+    "model_max_length": MAX_LEN,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "zero_expert_num"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "zero_expert_num"), 2),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4},
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
     "v_head_dim": 12,
@@ -80,7 +83,26 @@ DROPS_PARTS: dict[str, Any] = {
     "num_kv_shared_layers": 4,
 }
 
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+MAMBA |= {"mamba_chunk_size": 16, "mamba_expand": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [3], **MAMBA},
+    "falcon_h1": {"mamba_d_ssm": 64, **MAMBA, "mamba_n_heads": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "mamba", "mamba", "attention"], **MAMBA},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 3, "mamba_d_state": 8, "mamba_dt_rank": 8},
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "mamba2": {"state_size": 16, "num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1, "chunk_size": 16},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "mamba", "attention"],
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16},
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"],
+        **{"mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 16},
+        **{"num_mem_blocks": 1, "attention_head_dim": 32},
+    },
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},

@@ -139,8 +139,13 @@ def test_malformed_fingerprints_are_refused(field: str, value: Any) -> None:
 
 
 def test_every_field_of_a_fingerprint_travels() -> None:
-    fields = as_received(FACTS)["fingerprint"]
+    facts = dataclasses.replace(FACTS, fingerprint=dataclasses.replace(PRINT, states="3 states"))
+    fields = as_received(facts)["fingerprint"]
     assert set(fields) == {item.name for item in dataclasses.fields(Fingerprint)}
+    assert fingerprint_from_fields(fields) == facts.fingerprint
+    known_before = as_received(FACTS)["fingerprint"]
+    assert set(fields) - set(known_before) == {"states"}
+    assert fingerprint_from_fields(known_before) == PRINT
 
 
 @given(st.sampled_from(["127.0.0.1", "host.example", "::1"]), st.integers(1, 65535))

@@ -376,6 +376,7 @@ class Fingerprint(_message.Message):
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
     DRAFT_LAYERS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """name, for people"""
     model_digest: _builtins.str
@@ -406,6 +407,8 @@ class Fingerprint(_message.Message):
     """whose KV the last layers are: a drafter's name and digest; empty: all are the model's"""
     draft_layers: _builtins.int
     """how many these are"""
+    states: _builtins.str
+    """which recurrent states go with the KV, and how they are put into blocks; empty: none"""
     @_builtins.property
     def layer_shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """per layer of the whole model: kv_heads, k_dim, v_dim"""
@@ -439,10 +442,11 @@ class Fingerprint(_message.Message):
         layer_groups: _abc.Iterable[_builtins.int] | None = ...,
         draft: _builtins.str = ...,
         draft_layers: _builtins.int = ...,
+        states: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_bytes", b"block_bytes", "block_size", b"block_size", "draft", b"draft", "draft_layers", b"draft_layers", "hash_scheme", b"hash_scheme", "kv_cast", b"kv_cast", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "layer_groups", b"layer_groups", "layer_shapes", b"layer_shapes", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "pp_size", b"pp_size", "rope", b"rope", "tp_size", b"tp_size", "unsplit_layers", b"unsplit_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_bytes", b"block_bytes", "block_size", b"block_size", "draft", b"draft", "draft_layers", b"draft_layers", "hash_scheme", b"hash_scheme", "kv_cast", b"kv_cast", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "layer_groups", b"layer_groups", "layer_shapes", b"layer_shapes", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "pp_size", b"pp_size", "rope", b"rope", "states", b"states", "tp_size", b"tp_size", "unsplit_layers", b"unsplit_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

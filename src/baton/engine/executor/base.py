@@ -85,6 +85,7 @@ class Executor(Protocol):
         device: Device of this process's part of the model.
         takes_chosen: Whether a step may be launched before the host has read the previous step's tokens (``chosen`` of
             :class:`ForwardBatch`). Executors of other packages without this attribute do not.
+        state_blocks: Number of blocks that hold the recurrent states of a sequence; 0: the model has none.
         input_buffers: Provides the memory of a step's arrays; ``None``: any arrays will do.
         why_no_trees: Why tokens of a step may not be nodes of trees (see :class:`ForwardBatch`); empty: they may.
         on_layer: Called in the middle of a step with a layer's index as soon as all ranks that share this layer have
@@ -103,6 +104,7 @@ class Executor(Protocol):
     quality: Quality | None
     device: torch.device
     takes_chosen: bool
+    state_blocks: int
     input_buffers: InputBuffers | None
 
     @property

@@ -76,6 +76,7 @@ class InProcessExecutor:
         return_free_memory()
         self._runner = ModelRunner(config, whole, self.communicator)
         self.layout = self._runner.layout
+        self.state_blocks = -(-self._runner.state_bytes // self.layout.block_bytes)
         self.attention_backend = self._runner.attention_backend
         self._join_ranks()
         self._choose_path(whole, check)
@@ -110,6 +111,7 @@ class InProcessExecutor:
             kv_scales=scales_digest(whole.scales),
             unsplit_layers=tuple(sorted(self.geometry.unsplit)),
             layer_groups=dataclasses.replace(layout, groups=groups).group_of if groups else (),
+            states=whole.recurrent.identity(layout.block_bytes) if whole.recurrent is not None else "",
         )
 
     def _choose_path(self, whole: WholeModel, check: SelfCheck) -> None:
@@ -221,6 +223,7 @@ class InProcessExecutor:
             context_lens=np.array([num_tokens], dtype=np.int32),
             block_tables=np.arange(blocks, dtype=np.int32)[None],
             logit_rows=np.array([num_tokens - 1]),
+            state_slots=np.zeros(1, np.int32),
         )
         self._run(batch, blocks)
 

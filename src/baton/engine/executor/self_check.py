@@ -11,6 +11,7 @@ single tokens after a long context, whose block table repeats a few blocks.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from baton.engine.executor.base import Quality
 from baton.engine.models.loader import quiet_transformers
 from baton.engine.models.quirks import has_experts, original_length
+from baton.engine.models.recurrent import cache_argument
 from baton.engine.quantization.modules import exact_inputs, quantized_layers
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.engine.runner.model_runner import WholeModel
@@ -40,6 +42,8 @@ TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 SLACK = {"float32": 2e-4, "float16": 2e-3, "bfloat16": 1e-2}
 """How much more than twice the generic path's error the fast path may have; rounding grows to that in some tokens."""
 
+MOST_STATES = 4
+"""Convolution states, or recurrent ones, that a layer has at most."""
 COMPARED_TOKENS = 8
 """Tokens whose logits are float32 at a time: a token's are as many as the vocabulary."""
 
@@ -89,6 +93,8 @@ class SelfCheck:
         self._far = sorted({_within_chunks(start, whole) for start in starts if 0 < start <= last})
         self._near = near
         self._expected = [reference_logits(whole, tokens, 0) for tokens in near]
+        if whole.recurrent is not None and len(near[1]) > 1:
+            self._expected[1] = decoded_logits(whole, near[1])  # its last token is a step of its own here, too
         self._worst_offset = 0
         self._near_error = 0.0
         self._rounding = self._of_rounded_inputs(whole) if model.rounds_inputs else 0.0
@@ -207,6 +213,8 @@ class SelfCheck:
         if self._worst_offset:
             return f"over a paged KV cache its logits from position {self._worst_offset} on differ from its own"
         whole.model.module.set_attn_implementation("eager")
+        if whole.recurrent is not None:
+            whole.recurrent.detach()
         for tokens, expected in zip(self._near, self._expected, strict=True):
             explicit_logits = reference_logits(whole, tokens, 0, explicit=True)
             if float(_errors(explicit_logits, expected).median()) > TOLERANCE[self._dtype]:
@@ -272,15 +280,14 @@ def step_of(pieces: Sequence[tuple[Tokens, int, list[int]]]) -> ForwardBatch:
         context_lens=np.array([done + len(tokens) for tokens, done, _ in pieces], dtype=np.int32),
         block_tables=tables,
         logit_rows=np.arange(sum(counts)),
+        state_slots=tables[:, 0],  # one block is one sequence's
     )
 
 
-class _DroppedLayer(DynamicLayer):
-    """A cache layer whose tokens are all gone: models count on from them and see none."""
+class _DroppedTokens:
+    """What a cache layer says whose tokens are all gone: models count on from them and see none."""
 
-    def __init__(self, dropped: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._dropped = dropped
+    _dropped: int
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -294,6 +301,20 @@ class _DroppedLayer(DynamicLayer):
         return query_length, self._dropped
 
 
+class _DroppedLayer(_DroppedTokens, DynamicLayer):
+    def __init__(self, dropped: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dropped = dropped
+
+
+class _DroppedHybridLayer(_DroppedTokens, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc,override,no-untyped-call]
+    """Of a layer that may also keep a state: it has none yet."""
+
+    def __init__(self, dropped: int) -> None:
+        super().__init__(number_of_states=MOST_STATES)
+        self._dropped = dropped
+
+
 def reference_logits(whole: WholeModel, tokens: Tokens, start: int, *, explicit: bool = False) -> torch.Tensor:
     """Return the logits [length, vocab] of tokens from a position on, by the model's own attention to these alone.
 
@@ -304,12 +325,31 @@ def reference_logits(whole: WholeModel, tokens: Tokens, start: int, *, explicit:
     options: dict[str, Any] = {}
     if start:
         layers: list[Any] = [_DroppedLayer(start) for _ in whole.specs]
+        if whole.recurrent is not None:
+            layers = [_DroppedHybridLayer(start) for _ in range(model.text_config.num_hidden_layers)]
         options["past_key_values"] = Cache(layers=layers)
     if start or explicit:
         options["position_ids"] = torch.arange(start, start + len(tokens), device=model.device)[None]
     with quiet_transformers(), torch.inference_mode():
         logits: torch.Tensor = model.module(input_ids=ids, use_cache=False, **options).logits[0]
     return logits.cpu()
+
+
+def decoded_logits(whole: WholeModel, tokens: Tokens) -> torch.Tensor:
+    """Return the logits [length, vocab] of tokens of which the last one is decoded, as ``generate`` does.
+
+    Some recurrent layers of transformers compute a single token a little differently from one of several.
+    """
+    model = whole.model
+    ids = torch.from_numpy(tokens)[None].to(model.device)
+    name = cache_argument(model.module)
+    options: dict[str, Any] = {"use_cache": True}
+    if "position_ids" in inspect.signature(model.module.forward).parameters:  # from its cache it may count wrongly
+        options["position_ids"] = torch.tensor([[len(tokens) - 1]], device=model.device)
+    with quiet_transformers(), torch.inference_mode():
+        prompt = model.module(input_ids=ids[:, :-1], use_cache=True)
+        last = model.module(input_ids=ids[:, -1:], **options, **{name: getattr(prompt, name)})
+    return torch.cat([prompt.logits[0], last.logits[0]]).cpu()
 
 
 log = logging.getLogger(__name__)

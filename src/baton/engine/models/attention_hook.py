@@ -14,6 +14,7 @@ projection is applied to queries and outputs (:mod:`baton_kernels.paged_attentio
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -29,6 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.quirks import LATENT_EXPANSION, LATENT_PROJECTION, attention_sinks
+from baton.engine.models.recurrent import RecurrentLayers
 from baton.errors import ConfigError
 from baton_kernels.paged_attention import AttentionSpec, LatentProjections
 
@@ -218,8 +220,15 @@ class _Recorder:
         return out.transpose(1, 2).contiguous(), None
 
 
-def probe(model: LoadedModel, max_len: int) -> tuple[dict[int, AttentionSpec], int]:
+def probe(
+    model: LoadedModel, max_len: int, recurrent: RecurrentLayers | None = None
+) -> tuple[dict[int, AttentionSpec], int]:
     """Run a few tokens densely and return each layer's attention.
+
+    Args:
+        model: The whole model.
+        max_len: Longest sequence in tokens.
+        recurrent: The model's recurrent layers, whose states the run shows.
 
     Returns:
         The attention of each layer by the id of its module, in the order of the forward, and the longest sequence, in
@@ -233,7 +242,8 @@ def probe(model: LoadedModel, max_len: int) -> tuple[dict[int, AttentionSpec], i
     try:
         model.module.set_attn_implementation(name.name)
         tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.text_config.vocab_size
-        with torch.inference_mode():
+        states = contextlib.nullcontext() if recurrent is None else recurrent.record_shapes()
+        with torch.inference_mode(), states:
             model.module(
                 input_ids=tokens, position_ids=torch.arange(PROBE_TOKENS, device=model.device)[None], use_cache=False
             )
@@ -245,6 +255,8 @@ def probe(model: LoadedModel, max_len: int) -> tuple[dict[int, AttentionSpec], i
     finally:
         model.module.set_attn_implementation("eager")
         name.close()
+    if recurrent is not None:  # which of its layers attend is in no common field: the self-check has to show it
+        return recorder.specs, max_len
     layers = getattr(model.text_config, "num_hidden_layers", len(recorder.specs))
     if len(recorder.specs) != layers:
         raise recorder.refuse(f"{len(recorder.specs)} of its {layers} layers use the replaceable attention function")

@@ -38,6 +38,7 @@ from baton.engine.device import ComputeDevice, rank_device
 from baton.engine.models.checkpoint import TensorFiles
 from baton.engine.models.layer_operators import gated_activation, knows_experts
 from baton.engine.models.quirks import DRAFT_MODELS, LATENT_PROJECTION, has_interleaved_experts, unserved_layers
+from baton.engine.models.recurrent import keeps_known_states
 from baton.engine.quantization.base import StoredWeight, TensorSource, need_shape, tensor_error
 from baton.engine.quantization.checkpoint import (
     apply_activations,
@@ -228,9 +229,9 @@ def _model_class(hf_config: Any, raw: dict[str, Any]) -> Any:
         raise ConfigError(f"{name} is an encoder-decoder: Baton serves decoders", field="model")
     reason = "it drafts for another model, over that one's KV" if hf_config.model_type in DRAFT_MODELS else ""
     reason = reason or unserved_layers(hf_config.get_text_config(decoder=True))
-    if not reason and model_class._is_stateful:
+    if not reason and model_class._is_stateful and not keeps_known_states(model_class):
         reason = "it keeps recurrent state outside the KV cache"
-    if not reason and not model_class._supports_attention_backend:
+    if not reason and not (model_class._supports_attention_backend or model_class._is_stateful):
         reason = "transformers does not let its attention function be replaced"
     if reason:
         raise ConfigError(f"{name} cannot be served: {reason}", field="model")

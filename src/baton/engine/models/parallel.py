@@ -34,6 +34,7 @@ from baton.engine.models.quirks import (
     has_interleaved_experts,
     needed_across_stages,
 )
+from baton.engine.models.recurrent import find_recurrent_modules
 from baton.engine.quantization.modules import QuantizedExpertsModule, QuantizedModule, reloadable_weights
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import ShardSpec, head_range, layer_range
@@ -65,6 +66,18 @@ class Share:
     latents: dict[int, LatentProjections]
 
 
+def require_no_states(model: LoadedModel, tp: int, pp: int) -> None:
+    """Refuse to divide a model with recurrent layers.
+
+    Raises:
+        ConfigError: There are several ranks, and the model has such layers; names ``tp`` or ``pp``.
+    """
+    if tp * pp > 1 and find_recurrent_modules(model.module):
+        field = "tp" if tp > 1 else "pp"
+        why = "its layers keep recurrent states"
+        raise ConfigError(f"{model.architecture} cannot be divided over {field}: {why}", field=field)
+
+
 def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator: Communicator) -> Share:
     """Cut a whole model down, in place, to this rank's share, and move that to the rank's device.
 
@@ -78,6 +91,7 @@ def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator
             ``device``).
     """
     shard = communicator.spec
+    require_no_states(model, shard.tp_size, shard.pp_size)
     layers = layer_range(len(attention), shard.pp_size, shard.pp_rank)
     # The other layers' modules are freed here, so that new objects may get their ids.
     whole = {module: spec for index, (module, spec) in enumerate(attention.items()) if index in layers}

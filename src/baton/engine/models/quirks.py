@@ -107,10 +107,10 @@ COUNTS_ON_FROM_CACHE = frozenset({"llama4_text"})
 
 SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 """Types of attention and MLPs that Baton computes."""
+RECURRENT_LAYERS = {"attention", "conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mlp", "moe"}
+"""Types of layers of models that also have recurrent layers or convolutions over tokens."""
 DRAFT_MODELS = {"gemma4_assistant", "gemma4_unified_assistant"}
 """Model types that draft for another model, and attend over its KV."""
-STATEFUL_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
-"""Recurrent layers and convolutions over tokens."""
 SPARSE_LAYERS = {
     "compressed_sparse_attention",
     "heavily_compressed_attention",
@@ -157,7 +157,11 @@ def attention_sinks(module: nn.Module, passed: Any) -> Any:
     return getattr(module, "sinks", None) if passed is None else passed
 
 
-def max_sequence_length(architecture: str, config: Any) -> int:
+LONGEST_WITHOUT_LIMIT = 1 << 17
+"""Longest sequence of a recurrent model whose config names no limit, in tokens."""
+
+
+def max_sequence_length(architecture: str, config: Any, *, is_recurrent: bool = False) -> int:
     """Return the longest sequence in tokens.
 
     "longrope" changes the frequencies of all tokens once a sequence is longer than the original length, so that cached
@@ -166,7 +170,8 @@ def max_sequence_length(architecture: str, config: Any) -> int:
     Raises:
         ConfigError: The model's config names no limit.
     """
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "model_max_length", None)
+    longest = longest or (LONGEST_WITHOUT_LIMIT if is_recurrent else None)
     if not isinstance(longest, int) or longest < 1:
         raise ConfigError(f"{architecture}: its config has no max_position_embeddings", field="model")
     for rope in _rope_parameters(config):
@@ -195,20 +200,14 @@ def _get_field(holder: Any, name: str) -> Any:
 
 
 def unserved_layers(config: Any) -> str:
-    """Return why Baton cannot run a model's layers, from their types and other fields of its config; empty: it can.
-
-    Layers whose state is more than the keys and values of a sequence's tokens cannot resume from KV blocks.
-    """
+    """Return why Baton cannot run a model's layers, from their types and other fields of its config; empty: it can."""
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
-    stateful = [kind for kind in kinds if kind in STATEFUL_LAYERS]
-    if stateful:
-        return f"its layers of type {', '.join(stateful)} keep a state outside the KV cache"
     picked = [name for name in SPARSE_FIELDS if getattr(config, name, None)]
     sparse = [kind for kind in kinds if kind in SPARSE_LAYERS]
     if picked or sparse:
         budget = "".join(f" ({name} {getattr(config, name)})" for name in picked[:1])
         return f"its attention is sparse: an indexer picks the keys of each query{budget}, which Baton does not compute"
-    other = [kind for kind in kinds if kind not in SERVED_LAYERS]
+    other = [kind for kind in kinds if kind not in SERVED_LAYERS | RECURRENT_LAYERS]
     return f"Baton knows no layers of type {', '.join(other)}" if other else ""
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.device import HostStaging
-from baton.engine.scheduler import StepPlan
+from baton.engine.scheduler import StateCopy, StepPlan
 from baton.engine.sequence import Sequence
 from baton_kernels.paged_attention import TokenTrees, ancestor_masks
 
@@ -47,6 +47,9 @@ class ForwardBatch:
             the final norm.
         groups: G. One table for a model with G layer groups: its block b stands for blocks b * G to b * G + G - 1.
         trees: Tokens that are nodes of trees; ``None``: none are.
+        state_slots: int32 [S], slot of each sequence's recurrent states; ``None``: the model has none.
+        state_loads: Snapshots that slots get before the step.
+        state_saves: Snapshots that are taken of slots after it.
         chosen: int64, on the device, tokens that the step before chooses; below 0: any token will do, as the
             result is discarded. ``None``: the host knows all tokens.
     """
@@ -60,6 +63,9 @@ class ForwardBatch:
     hidden_of: tuple[int, ...] = ()
     groups: int = 1
     trees: TokenTrees | None = None
+    state_slots: IntArray | None = None
+    state_loads: tuple[StateCopy, ...] = ()
+    state_saves: tuple[StateCopy, ...] = ()
     chosen: torch.Tensor | None = None
 
 
@@ -214,6 +220,7 @@ def build_batch(
     draft_rows: list[LogitRows] = []
     logit_rows: list[int] = []
     ancestors = np.zeros(plan.num_tokens, np.uint64) if trees else None
+    slots = [sequence.state_slot for sequence in counts]
     at = 0
     for i, (sequence, own) in enumerate(counts.items()):
         start = sequence.num_launched
@@ -265,6 +272,9 @@ def build_batch(
         hidden_of=hidden_of,
         groups=groups,
         trees=None if ancestors is None else TokenTrees(ancestors, contexts - np.diff(starts)),
+        state_slots=None if slots[0] < 0 else np.array(slots, np.int32),
+        state_loads=tuple(plan.state_loads),
+        state_saves=tuple(copy for _, copy in plan.state_saves),
         chosen=None if chosen is None else chosen.token_ids,
     )
     return StepBatch(forward, sampled, sample_rows, prompt_rows, draft_rows)

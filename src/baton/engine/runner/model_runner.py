@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from baton.allocator import return_free_memory
 from baton.config import EngineConfig
@@ -25,12 +27,13 @@ from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modu
 from baton.engine.models.kv_storage import HeadScales, check_backend, checkpoint_scales, kv_type
 from baton.engine.models.layer_operators import CpuOperators, GpuOperators, LayerOperators
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
-from baton.engine.models.parallel import divide
+from baton.engine.models.parallel import divide, require_no_states
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
+from baton.engine.models.recurrent import RecurrentLayers, StateArena, find_recurrent_modules
 from baton.engine.quantization.modules import describe, quantized_layers, reloadable_weights
 from baton.engine.runner.decode_graphs import DecodeGraphs, StepCapture, TableShape
 from baton.engine.runner.draft_layers import DraftLayers
-from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves, with_chosen
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, IntArray, KVMoves, with_chosen
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape, group_layers, layer_types
@@ -71,6 +74,7 @@ class WholeModel:
         geometry: Shapes of the model's KV.
         groups: Layer groups, where layers with a sliding window have blocks of their own; empty: one group.
         scales: Per layer, the checkpoint's scales of its KV, where they are used.
+        recurrent: The model's recurrent layers; ``None``: it has none.
     """
 
     model: LoadedModel
@@ -79,6 +83,7 @@ class WholeModel:
     geometry: KVGeometry
     groups: tuple[LayerGroup, ...]
     scales: list[HeadScales | None]
+    recurrent: RecurrentLayers | None = None
 
 
 def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> WholeModel:
@@ -93,8 +98,13 @@ def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Who
         ConfigError: It cannot be loaded or not be served, or ``max_model_len`` is too much.
     """
     model = load_model(config, in_memory=hold, rank=rank)
-    specs, longest = probe(model, max_sequence_length(model.architecture, model.text_config))
-    specs = use_latents(model, specs)
+    modules = find_recurrent_modules(model.module)
+    recurrent = RecurrentLayers(modules) if modules else None
+    longest = max_sequence_length(model.architecture, model.text_config, is_recurrent=bool(modules))
+    specs, longest = probe(model, longest, recurrent)
+    if recurrent is not None:
+        check_recurrent(config, model, recurrent, specs)
+    specs = use_latents(model, specs) or {0: NO_ATTENTION}
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is more than the {longest} tokens this model serves",
@@ -110,7 +120,7 @@ def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Who
     shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim) for spec in specs.values())
     latents = frozenset(index for index, spec in enumerate(specs.values()) if spec.latent)
     may_group = config.layer_groups and config.pp == 1 and config.attention_backend in {"auto", *BUILT_IN}
-    may_group = may_group and not any(spec.chunk for spec in specs.values())
+    may_group = may_group and recurrent is None and not any(spec.chunk for spec in specs.values())
     every = list(specs.values())
     kind = kv_type(config, model, every)
     types = layer_types(kind, len(every))
@@ -118,7 +128,28 @@ def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Who
     groups = group_layers([spec.window for spec in every], shapes) if may_group else ()
     scales = checkpoint_scales(model.files, every, types)
     geometry = KVGeometry(shapes, kind, latents)
-    return WholeModel(model, specs, config.max_model_len or longest, geometry, groups, scales)
+    return WholeModel(model, specs, config.max_model_len or longest, geometry, groups, scales, recurrent)
+
+
+NO_ATTENTION = AttentionSpec(num_heads=1, kv_heads=1, k_dim=16, v_dim=16, scale=1.0)
+"""Stands for a layer in the pool of a model that has no attention: blocks count its tokens."""
+
+
+def check_recurrent(
+    config: EngineConfig, model: LoadedModel, recurrent: RecurrentLayers, specs: dict[int, AttentionSpec]
+) -> None:
+    """Refuse what cannot be computed with recurrent layers.
+
+    Raises:
+        ConfigError: The model keeps other states, or the configuration asks for what is not possible with states.
+    """
+    why = recurrent.why_not_served(specs)
+    if why:
+        raise ConfigError(f"{model.architecture} cannot be served: {why}", field="model")
+    require_no_states(model, config.tp, config.pp)
+    if config.speculative != "none":
+        why = f"speculative must be none: drafts would change the recurrent states of {model.architecture}"
+        raise ConfigError(why, field="speculative")
 
 
 class ModelRunner:
@@ -179,6 +210,12 @@ class ModelRunner:
         self._replaced: dict[str, torch.nn.Module] = {}
         self._packed_linears = config.packed_linears
         self._draft: DraftLayers | None = None
+        self._recurrent = whole.recurrent
+        self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._states: StateArena | None = None
+        self._scratch_states: StateArena | None = None
+        if whole.recurrent is not None:
+            whole.recurrent.attach()
         self._step_capture = StepCapture(config, model, self._attention, self._staging, communicator)
         self._graphs: DecodeGraphs | None = None
         self._captured_with = 0
@@ -296,6 +333,10 @@ class ModelRunner:
             self._draft.bind(*self._pools[-len(own) :])
             del self._pools[-len(own) :]
         self._use_scratch(0, stored=False)
+        self._scratch_states = None
+        if self._recurrent is not None:
+            self._states = StateArena(self._recurrent.shapes, self._max_seqs, self._model.device)
+            return ""
         if not self._step_capture.sizes:
             return ""
         self._graphs, captured = self._step_capture.capture(self._decoder, self._pools, self._table_shape)
@@ -304,7 +345,7 @@ class ModelRunner:
 
     def graph_bytes(self) -> int:
         """Measure what captured decode steps will take on the device, over scratch memory."""
-        if not self._step_capture.sizes:
+        if not self._step_capture.sizes or self._recurrent is not None:
             return 0
         self._use_scratch(1, stored=False)
         try:
@@ -366,11 +407,53 @@ class ModelRunner:
         )
         positions = batch.positions + offset if offset else batch.positions
         tokens, places, rows = self._staging.upload(batch.token_ids, positions, batch.logit_rows)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._with_states(batch, scratch=bool(scratch_blocks)):
             tokens = with_chosen(tokens, batch.chosen)
             logits, hidden = self._decoder.forward(tokens, places, rows, plan, pools, batch.hidden_of)
             logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
         return ForwardOutput(logits, hidden, self._returned)
+
+    def _with_states(self, batch: ForwardBatch, *, scratch: bool) -> contextlib.AbstractContextManager[None]:
+        """Compute with the recurrent states of a batch's slots, in the pool's arena or in one of scratch memory."""
+        if self._recurrent is None:
+            return contextlib.nullcontext()
+        if batch.state_slots is None:
+            raise InternalError("a step of a recurrent model without state slots")
+        arena = self._scratch_states if scratch else self._states
+        most = int(batch.state_slots.max())
+        if scratch and (arena is None or arena.num_slots <= most):
+            arena = self._scratch_states = StateArena(self._recurrent.shapes, most + 1, self._model.device)
+        if arena is None:
+            raise InternalError("forward before bind")
+        return self._step_with_states(batch, batch.state_slots, arena)
+
+    @contextlib.contextmanager
+    def _step_with_states(self, batch: ForwardBatch, slots: IntArray, arena: StateArena) -> Iterator[None]:
+        if self._recurrent is None:
+            raise InternalError("states of a model that has none")
+        for copy in batch.state_loads:
+            arena.restore(copy.slot, self._pool_bytes[list(copy.block_ids)].view(-1), copy.num_tokens)
+        with self._recurrent.step(batch.query_starts, batch.context_lens, slots, arena):
+            yield
+        for copy in batch.state_saves:
+            data = arena.snapshot(copy.slot)
+            memory = self._pool_bytes
+            data = F.pad(data, (0, len(copy.block_ids) * memory.shape[1] - len(data)))
+            memory[list(copy.block_ids)] = data.view(-1, memory.shape[1])
+
+    @property
+    def _pool_bytes(self) -> torch.Tensor:
+        """Bytes of the pool, uint8 [num_blocks, block_bytes]."""
+        if self._arena is None:
+            raise InternalError("forward before bind")
+        size = self.layout.block_bytes
+        memory = arena_memory(self._arena)
+        return memory[: len(memory) // size * size].view(-1, size)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's recurrent states; 0: the model has none."""
+        return 0 if self._recurrent is None else self._recurrent.nbytes
 
     @property
     def why_no_trees(self) -> str:

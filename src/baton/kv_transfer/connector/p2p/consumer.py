@@ -169,7 +169,7 @@ class _Load:
 class _Attempt:
     """One candidate's part of a load: which tokens have come, counted in what both block sizes have in common."""
 
-    def __init__(self, load: _Load, source: BlockSource, block_size: int) -> None:
+    def __init__(self, load: _Load, source: BlockSource, block_size: int, state_blocks: int) -> None:
         self.source = source
         self._load = load
         self._unit = math.gcd(block_size, source.fingerprint.block_size)
@@ -177,8 +177,9 @@ class _Attempt:
         self._per_remote = source.fingerprint.block_size // self._unit
         self._units = np.repeat(load.valid, self._per_local)
         num_units = -(-len(load.request.token_ids) // self._unit)
-        self._units[num_units:] = True  # of the last block, what no token lies in
-        self.num_blocks = -(-num_units // self._per_remote)
+        states = len(self._units) - state_blocks * self._per_local
+        self._units[num_units:states] = True  # of the last block, what no token lies in
+        self.num_blocks = -(-num_units // self._per_remote) + state_blocks
         """Blocks of the source that the request has."""
 
     def wanted(self, offer: Offer) -> list[int]:
@@ -230,6 +231,7 @@ class OwnPool:
         arena: For the generations of the blocks that are there.
         block_size: Tokens per block.
         source: Returns where its blocks can be read.
+        state_blocks: Blocks behind those of a prompt's KV that get its recurrent states.
     """
 
     fetcher: BlockFetcher
@@ -237,6 +239,7 @@ class OwnPool:
     block_size: int
     source: Callable[[], BlockSource]
     groups: int = 1
+    state_blocks: int = 0
 
 
 class P2PConsumer(LoadingConnector):
@@ -271,6 +274,7 @@ class P2PConsumer(LoadingConnector):
         self._loop = loop
         self._fetcher = pool.fetcher
         self._block_size = pool.block_size
+        self._state_blocks = pool.state_blocks
         self._threshold = threshold
         self._stall_s = stall_s
         self._wait_s = wait_s
@@ -309,7 +313,7 @@ class P2PConsumer(LoadingConnector):
 
     def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
         num_held = num_local_tokens // self._block_size
-        valid = np.zeros(-(-len(request.token_ids) // self._block_size), dtype=bool)
+        valid = np.zeros(-(-len(request.token_ids) // self._block_size) + self._state_blocks, dtype=bool)
         valid[:num_held] = True
         load = _Load(request, num_held * self._block_size, tuple(block_ids), valid, self._pool.groups)
         self._loads.start(
@@ -392,7 +396,7 @@ class P2PConsumer(LoadingConnector):
                     elif isinstance(event, Accepted):
                         if event.source.fingerprint.block_size < 1:
                             raise StaleBlockError("its block_size is 0", field="block_size")
-                        attempt = _Attempt(load, event.source, self._block_size)
+                        attempt = _Attempt(load, event.source, self._block_size, self._state_blocks)
                         self._record_source(address, event.source)
                     elif isinstance(event, Offer):
                         if attempt is None:

@@ -82,6 +82,7 @@ class P2PProducer(KVConnector):
         lease_s: How long an offer waits for its stream.
         max_leases: Leases that may be open at once.
         layers: Layers of the model, to offer blocks while they are computed; 0: only when they are complete.
+        state_blocks: Blocks behind those of a prompt's KV that hold its recurrent states.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class P2PProducer(KVConnector):
         lease_s: float,
         max_leases: int,
         layers: int = 0,
+        state_blocks: int = 0,
     ) -> None:
+        self._state_blocks = state_blocks
         self._arena = arena
         self._buffer = buffer
         self._wake = wake
@@ -213,7 +216,9 @@ class P2PProducer(KVConnector):
         """What there is to offer beyond what was, once ``num_tokens`` tokens are complete."""
         first = lease.num_offered_blocks
         total = len(lease.token_ids)
-        end = -(-num_tokens // self._block_size) if num_tokens >= total else num_tokens // self._block_size
+        end = num_tokens // self._block_size
+        if num_tokens >= total:
+            end = -(-num_tokens // self._block_size) + self._state_blocks
         if end <= first and num_tokens < total:
             return None
         ids = tuple(int(b) for b in block_ids[first:end])
