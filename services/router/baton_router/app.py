@@ -48,6 +48,8 @@ from baton_router.frontend.http.bodies import MAX_BODY_BYTES
 from baton_router.frontend.http.listener import TlsListener
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
+from baton_router.frontend.openai.generation import PostEndpoints
+from baton_router.frontend.openai.speculative_prefill import SpeculativePrefill
 from baton_router.metrics import GaugeFunction
 from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
@@ -227,14 +229,14 @@ class _Web:
         insight: Answers of ``/debug`` and the console, which gRPC gives too.
         batches: Runs batches; ``None``: there is no store for them.
         batch_store: Store of files and batches; ``None``: there is none.
-        max_body_bytes: Returns the longest body of a request, in bytes.
+        posts: Endpoints that take a body.
     """
 
     server: HttpServer
     insight: DebugEndpoints
     batches: BatchRunner | None
     batch_store: BatchStore | None
-    max_body_bytes: Callable[[], int]
+    posts: PostEndpoints
 
 
 def _build_web(
@@ -279,8 +281,10 @@ def _build_web(
         batches=batches,
     )
     runner = None
+    slots = BackgroundSlots(pipeline.dispatcher.admission)
+    if config.speculative_prefill:
+        front.posts.speculative_prefill = SpeculativePrefill(pipeline.processor, slots, metrics)
     if store is not None:
-        slots = BackgroundSlots(pipeline.dispatcher.admission)
         runner = BatchRunner(
             store, front.posts, credentials.accounts, slots, metrics, limits.lines, limits.tenant_bytes, now
         )
@@ -311,7 +315,7 @@ def _build_web(
         credentials.https,
         _max_connections(),
     )
-    return _Web(server, insight, runner, store, front.posts.max_body_bytes)
+    return _Web(server, insight, runner, store, front.posts)
 
 
 class RouterApp:
@@ -428,7 +432,7 @@ class RouterApp:
             access_log=self._config.access_log,
         )
         servicer.insight = self._web.insight
-        Intake(servicer, self.processor, self._web.max_body_bytes).add_to(server.server)
+        Intake(servicer, self.processor, self._web.posts.max_body_bytes).add_to(server.server)
         self.grpc_port = await server.start()
         return server
 
@@ -437,6 +441,10 @@ class RouterApp:
         self._http.should_exit = True
         if self._web.batches is not None:
             await self._web.batches.close()
+        posts = self._web.posts
+        if (prefill := posts.speculative_prefill) is not None:
+            posts.speculative_prefill = None  # requests that end from now on start none
+            await prefill.close()
         time_is_up = asyncio.get_running_loop().call_later(self._config.drain_timeout_s, self.dispatcher.cut_off)
         ends: list[Awaitable[None]] = []
         if self._serving is not None:

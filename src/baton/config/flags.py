@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 
 T = TypeVar("T")
 ENV_PREFIX = "BATON_"
-SECRET_HELP = "@FILE: as the file says, which only its owner may read"
+SECRET_HELP = "@FILE: as that file says, its owner's alone"
 CLEAR_KV_HELP = "with --tls-cert, KV may travel in the clear: auto means tcp or nixl, not tls; they may leave loopback"
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -58,8 +58,8 @@ class AccessConfig:
 
     token_file: str = option(
         "",
-        "file with the token that services prove to each other; of several lines the first is proved and each is "
-        "accepted; read again when it changes",
+        "file with the services' common token; of several lines the first is proved, each is accepted; read again when "
+        "it changes",
     )
     tls_cert: str = option("", "file with this service's certificate (PEM), shown to all others; default: no TLS")
     tls_key: str = option("", "file with the key of --tls-cert")

@@ -37,7 +37,7 @@ class RouterConfig(ServiceConfig):
     model: str = option("", "directory with the tokenizer; default: the model path that the instances report")
     policy: str = option(
         "match_minus_load",
-        "placement policy, such as cost_ms or session; an unknown name is answered with the list of all",
+        "placement policy, such as cost_ms or session; an unknown name lists all",
     )
     beta: float = option(0.5, "weight of load against KV match rate")
     temperature: float = option(0.0, "softmax temperature of match_minus_load's choice; 0: the best score wins")
@@ -71,9 +71,7 @@ class RouterConfig(ServiceConfig):
     )
     block_size: int | None = option(None, "tokens per block that instances must have; default: any sizes")
     strict_fields: bool = option(False, "refuse requests with unknown fields")
-    max_request_sequences: int = option(
-        1024, "sequences that one completion request may ask for: prompts times n; more are refused with 400"
-    )
+    max_request_sequences: int = option(1024, "sequences of a completion request at most: prompts times n")
     generation_config: str = option(
         "auto",
         "auto: requests get what they do not set of temperature, top_p, top_k, min_p, repetition_penalty and "
@@ -83,7 +81,7 @@ class RouterConfig(ServiceConfig):
     max_body_bytes: int | None = option(
         None,
         "bytes of an HTTP request's body, or of a client's gRPC message, at most; default: 64 per token of the model's "
-        "context, at least 4 MiB and at most 16 MiB",
+        "context, 4 to 16 MiB",
     )
     allow_special_tokens: bool = option(
         False,
@@ -92,8 +90,8 @@ class RouterConfig(ServiceConfig):
     )
     tool_dialect: str = option(
         "auto",
-        "how the model writes tool calls, such as hermes or mistral; an unknown name is answered with the list of all; "
-        "none: they stay text; default: as its tokenizer or chat template says, else hermes",
+        "how the model writes tool calls, such as hermes (an unknown name lists all); none: they stay text; default: "
+        "as its tokenizer or chat template says, else hermes",
     )
     reasoning_dialect: str = option(
         "auto",
@@ -136,6 +134,10 @@ class RouterConfig(ServiceConfig):
     queue_tokens: int = option(4_000_000, "prompt tokens that may wait in the router")
     queue_tenant_share: float = option(0.5, "how much of both one tenant may have")
     queue_timeout_s: float = option(60.0, "seconds a request may wait in the router, or is refused with 503")
+    speculative_prefill: bool = option(
+        False,
+        "in idle capacity compute what the next turn begins with, for requests that ask for it",
+    )
     batch_store: str = option(
         "",
         "directory that /v1/files and /v1/batches keep files and batches in, or redis: in --redis; default: they "
@@ -175,7 +177,7 @@ class RouterConfig(ServiceConfig):
     replicas: int = option(0, "routers for which a part of every capacity is kept, whether they are there or not")
     replica_interval_ms: int = option(10, "time between two looks for news for the other routers")
     replica_expectations: bool = option(
-        True, "share with the other routers, through --redis, the hashes of blocks that instances are about to compute"
+        True, "share with other routers, through --redis, hashes of blocks about to be computed"
     )
     replica_forget_s: float = option(60.0, "seconds of silence after which the others take a router's whole part")
     load_interval_ms: int = option(100, "shortest time between two load reports of an instance")

@@ -216,7 +216,9 @@ def families(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...
 @pytest.fixture
 async def registries() -> dict[str, CollectorRegistry]:
     """Each process's registry, built as the process builds it."""
-    router = RouterApp(RouterConfig(port=0, grpc_port=0, redis="redis://127.0.0.1:1", batch_store="redis"))
+    router = RouterApp(
+        RouterConfig(port=0, grpc_port=0, redis="redis://127.0.0.1:1", batch_store="redis", speculative_prefill=True)
+    )
     store = KVStoreServer(KVStoreConfig())
     worker = WorkerMetrics()
     stats = EngineStats(*[0] * len(EngineStats.__dataclass_fields__))

@@ -28,7 +28,7 @@ from baton.tracing import Span, SpanExporter, begin_span
 from baton.types import Grammar, RequestId, SamplingParams
 from baton_router.accounts import Tenants
 from baton_router.admission.gate import Admission, Charge
-from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
+from baton_router.dispatch.interface import ChunkQueue, ChunkSink, Dispatcher, Running
 from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammar_process import Asked, RefusedGrammarError
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
@@ -338,6 +338,10 @@ class InputProcessor:
             kind = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
             span.attributes.update({"gen_ai.operation.name": kind, "gen_ai.request.model": info.name})
         return span
+
+    def start_prefill(self, prepared: PreparedRequest, sink: ChunkSink) -> Running:
+        """Start a request for the sake of its prompt; the answer counts in no metric of generations."""
+        return self._dispatcher.start(prepared.routed, sink)
 
     def start(self, prepared: PreparedRequest, sink: TextSink) -> Running:
         """Start a request.

@@ -80,6 +80,7 @@ class TextRequest(msgspec.Struct):
         cache_salt: Separates the prefix caches of tenants.
         priority: Requests with lower numbers run first.
         expected_tokens: Tokens of output per sequence that the caller expects; ``None``: it has not said.
+        speculative_prefill: Whether to compute what the next turn begins with after the answer.
         clipped: Names of fields that asked for more than they got.
         session: Name of the conversation; empty if it has none.
         session_hint: What tells conversations apart, of fields that clients send for another purpose, such as
@@ -123,6 +124,7 @@ class TextRequest(msgspec.Struct):
     cache_salt: str = ""
     priority: int = 0
     expected_tokens: int | None = None
+    speculative_prefill: bool = False
     clipped: tuple[str, ...] = ()
     session: str = ""
     session_hint: str = ""

@@ -45,7 +45,7 @@ from baton_router.frontend.http.bodies import (
 from baton_router.frontend.http.errors import answer_to
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
 from baton_router.frontend.http.protocol import Exchange, HttpExchange, check_media
-from baton_router.frontend.openai.answer import EventStream, Formatter, WholeAnswer
+from baton_router.frontend.openai.answer import Choice, EventStream, Formatter, WholeAnswer
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers
 from baton_router.frontend.openai.schemas import (
     Body,
@@ -55,6 +55,7 @@ from baton_router.frontend.openai.schemas import (
     parse_body,
     unknown_fields,
 )
+from baton_router.frontend.openai.speculative_prefill import SpeculativePrefill
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextRequest
@@ -267,6 +268,7 @@ class PostEndpoints:
         budget: Memory for bodies.
         encoders: Threads that encode large answers.
         num_logprobs: Log probabilities that answers in one piece hold.
+        speculative_prefill: Prefills next turns; ``None``: nothing does.
     """
 
     def __init__(
@@ -286,6 +288,7 @@ class PostEndpoints:
         self._decoder = BodyDecoder()
         self.encoders = TurnThreads(2, "answer encoder", "large answers encoded", per_tenant=1)
         self.num_logprobs = 0
+        self.speculative_prefill: SpeculativePrefill | None = None
         self._endpoints = endpoints
         self._tasks = set[asyncio.Task[None]]()
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in endpoints}
@@ -461,6 +464,7 @@ class Generation:
     """
 
     __slots__ = (
+        "_answer",
         "_encoding",
         "_ended",
         "_endpoint",
@@ -490,6 +494,8 @@ class Generation:
         self._request = request
         self._name = f"{request.ident or endpoint.id_prefix}-{exchange.request_id}"
         self._headers = b""
+        self._answer: Choice | None = None
+        """The answer so far, if the next turn is to be prefilled."""
         self._prepared: list[PreparedRequest] = []
         self._preparing: asyncio.Task[None] | None = None
         self._encoding: asyncio.Task[None] | None = None
@@ -545,6 +551,11 @@ class Generation:
             ignored = request.ignored
             if request.template_fields or request.reasoning_fields:
                 ignored = ignored + _without_effect(request, prepared[0])
+            if prepared[0].request.speculative_prefill:
+                if endpoints.speculative_prefill is None or not request.chat or request.n > 1:
+                    ignored = [*ignored, "nvext.agent_hints.speculative_prefill"]
+                else:
+                    self._answer = Choice()
             self._headers = endpoints.ignored_fields_header(ignored) + clipped_header(request.requests)
             form = self._endpoint.formatter(request, prepared)
             self._formatter = form(request, prepared, self._name, int(time.time()))
@@ -571,6 +582,9 @@ class Generation:
         try:
             if chunk.trace is not None or chunk.decision is not None:
                 self._routes[chunk.prompt_index].add(chunk)
+            if self._answer is not None:
+                for delta in chunk.deltas:
+                    self._answer.add(delta)
             assert self._formatter is not None
             data = self._formatter.add(chunk)
             if self._request.stream:
@@ -600,6 +614,8 @@ class Generation:
         form = self._formatter
         exchange = self._exchange
         if self._ended or not self._started or not exchange.chunked or not isinstance(form, EventStream):
+            return None
+        if self._answer is not None:  # it wants all tokens
             return None
         return form.token_writer(exchange.send_chunks, token_ids, clock, count_tokens)
 
@@ -671,6 +687,8 @@ class Generation:
         except Exception as failure:
             hide(failure, self._exchange)
             self._exchange.fail()
+        if self._answer is not None and (prefill := self._endpoints.speculative_prefill) is not None:
+            prefill.start(self._prepared[0], self._answer)
 
     def _head(self) -> bytes:
         """Return the header lines of an answer, without those of its body."""

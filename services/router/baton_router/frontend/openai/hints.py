@@ -25,6 +25,7 @@ def apply_hints(body: GenerationBody, request: TextRequest) -> None:
     if body.priority is None:
         request.priority = _priority(hints, request)
     request.expected_tokens = hints.osl
+    request.speculative_prefill = bool(hints.speculative_prefill)
 
 
 def _priority(hints: AgentHints, request: TextRequest) -> int:

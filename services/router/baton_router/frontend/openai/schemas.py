@@ -231,12 +231,14 @@ class AgentHints(Body):
         strict_priority: Higher runs first, whatever the ``priority``.
         latency_sensitivity: Earlier name of ``priority``.
         osl: Tokens of output that are expected.
+        speculative_prefill: Compute what the next turn begins with after the answer.
     """
 
     priority: int | None = None
     strict_priority: Annotated[int, msgspec.Meta(ge=0)] | None = None
     latency_sensitivity: float | None = None
     osl: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    speculative_prefill: bool | None = None
 
 
 class Extensions(Body):
