@@ -274,7 +274,8 @@ class StepPlan:
             sequence's last token. Other drafts are chains.
         num_scored: Prompt tokens at most whose log probabilities are computed.
         work: What the step computes, for the estimate of its time; ``None``: not estimated.
-        has_prompts: Whether a part of a prompt is computed.
+        has_prompts: Whether a part of a prompt is computed, of a request that is no background one.
+        num_prompts_ended: Prompts of such requests that are computed to their end.
         state_loads: Snapshots that slots of recurrent states get before the step.
         state_saves: Snapshots that are taken after it, each with its sequence.
         state_blocks: Blocks of these snapshots, one reference each, released when the step has been read.
@@ -286,6 +287,7 @@ class StepPlan:
     num_scored: int = 0
     work: StepWork | None = None
     has_prompts: bool = False
+    num_prompts_ended: int = 0
     state_loads: list[StateCopy] = field(default_factory=list)
     state_saves: list[tuple[Sequence, StateCopy]] = field(default_factory=list)
     state_blocks: list[BlockId] = field(default_factory=list)
@@ -531,7 +533,9 @@ class Scheduler:
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int, room: PrefillRoom | None) -> int:
         plan.counts[sequence] = count
-        plan.has_prompts = True
+        if sequence.key < BACKGROUND:
+            plan.has_prompts = True
+            plan.num_prompts_ended += count == sequence.num_missing
         if sequence.wants_prompt_logprobs:
             plan.num_scored += count
             if plan.work is not None:
@@ -830,6 +834,8 @@ class Scheduler:
         """Learn from the time that a step took."""
         if self.step_budget is not None and plan.work is not None:
             self.step_budget.cost.observe(plan.work, seconds)
+            if plan.has_prompts:
+                self.step_budget.observe_prompts(plan.num_prompts_ended, seconds)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a finished sequence; the blocks of a running load are kept until the load ends."""

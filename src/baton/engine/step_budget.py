@@ -25,8 +25,13 @@ SLO_SHARE = 0.8
 """Share of the time between tokens that a step may use; the rest covers estimation errors and delivery."""
 LEAST_SHARE = 0.25
 """Prompts get at least this share of the decodes' time, so that decodes that fill the budget do not starve them."""
+BACKGROUND_WAIT = 0.1
+"""Time limit of steps of background sequences alone, as a share of what another prompt takes: one that arrives waits
+for the end of the step, for half of it in the mean."""
 BACKGROUND_SECONDS = 0.01
-"""Time limit of steps of background sequences alone: a request that arrives waits for the end of the step."""
+"""The same limit before anything is known of other prompts."""
+LEAST_BACKGROUND_SECONDS, MOST_BACKGROUND_SECONDS = 0.002, 0.05
+"""Bounds of that limit: shorter steps would be overhead for the most part, longer ones gain nothing."""
 BACKGROUND_SHARE = 0.1
 """Share of the time of other sequences' decodes that background sequences may add to a step."""
 FIRST_TOKENS = 32
@@ -42,6 +47,8 @@ _LEAST_WEIGHT = 0.01
 """... but not less than this: it may be all that is known of large steps."""
 _OUTLIER = 3.0
 """A step that took so many times the estimate counts as that: the process was stopped, or the machine is busy."""
+_PROMPT_FADING = 0.95
+"""What a prompt weighs in the mean time of prompts after the next one."""
 _RIDGE = 1e-4
 """Ridge term on the normalised equations; splits the time between features that always change together."""
 
@@ -181,6 +188,21 @@ class StepBudget:
     seconds: float | None
     cost: StepCost = field(default_factory=StepCost)
     num_bounded: int = 0
+    _prompts: float = 0.0
+    _prompt_seconds: float = 0.0
+
+    def observe_prompts(self, ended: int, seconds: float) -> None:
+        """Learn how long prompts take.
+
+        Args:
+            ended: Prompts that a step computed to their end.
+            seconds: Time of the step, in which parts of prompts were computed.
+        """
+        self._prompts += ended
+        self._prompt_seconds += seconds
+        if ended:
+            self._prompts *= _PROMPT_FADING**ended
+            self._prompt_seconds *= _PROMPT_FADING**ended
 
     def prefill_room(self, work: StepWork, least: int) -> PrefillRoom:
         """Return what prompts may take in a step whose decodes are known.
@@ -198,7 +220,12 @@ class StepBudget:
 
     def background_seconds(self, work: StepWork) -> float:
         """Return the time that background sequences may take in a step; ``work``: decodes of all others."""
-        return BACKGROUND_SHARE * self.cost.predict(work) if work.rows else BACKGROUND_SECONDS
+        if work.rows:
+            return BACKGROUND_SHARE * self.cost.predict(work)
+        if not self._prompts:
+            return BACKGROUND_SECONDS
+        seconds = BACKGROUND_WAIT * self._prompt_seconds / self._prompts
+        return min(MOST_BACKGROUND_SECONDS, max(LEAST_BACKGROUND_SECONDS, seconds))
 
     def background_room(self, work: StepWork, seconds: float, least: int) -> PrefillRoom:
         """Return what background sequences' prompts may take in a step.

@@ -12,9 +12,9 @@ from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
-from baton.engine.step_budget import StepCost, StepWork, step_budget
+from baton.engine.step_budget import StepBudget, StepCost, StepWork, step_budget
 from baton.errors import ConfigError
-from baton.types import RequestId, SamplingParams
+from baton.types import BACKGROUND_PRIORITY, RequestId, SamplingParams
 
 MS = 1e-3
 LONG = 200
@@ -167,3 +167,31 @@ def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(**{field: value})
     assert caught.value.field == field
+
+
+def test_idle_work_takes_steps_of_a_tenth_of_a_prompts_time() -> None:
+    budget = StepBudget(None)
+    alone = StepWork()
+    assert budget.background_seconds(alone) == 0.01
+    for _ in range(50):  # two steps each, 200 ms together
+        budget.observe_prompts(0, 0.15)
+        budget.observe_prompts(1, 0.05)
+    assert budget.background_seconds(alone) == pytest.approx(0.02)
+    for seconds, bound in ((10.0, 0.05), (0.001, 0.002)):
+        for _ in range(500):
+            budget.observe_prompts(2, 2 * seconds)
+        assert budget.background_seconds(alone) == bound
+
+
+def test_only_prompts_that_others_wait_for_say_how_long_prompts_take() -> None:
+    core, _ = make(step_budget_ms=20.0)
+    budget = core._scheduler.step_budget
+    assert budget is not None
+    for name, priority in (("idle", BACKGROUND_PRIORITY), ("other", 0)):
+        assert budget._prompts == budget._prompt_seconds == 0.0
+        prompt = [2 + (i * 5 + len(name)) % 60 for i in range(LONG)]
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        core.add_request(EngineRequest(RequestId(name), prompt, params, priority=priority))
+        while core.has_work():
+            core.step()
+    assert budget._prompt_seconds / budget._prompts > LONG * 0.2 * MS
