@@ -74,8 +74,8 @@ class RouterConfig(ServiceConfig):
     max_request_sequences: int = option(1024, "sequences of a completion request at most: prompts times n")
     generation_config: str = option(
         "auto",
-        "auto: requests get what they do not set of temperature, top_p, top_k, min_p, repetition_penalty and "
-        "max_new_tokens from the model's generation_config.json; off: they do not",
+        "auto: the model's generation_config.json gives what requests do not set of temperature, top_p, top_k, min_p, "
+        "repetition_penalty and max_new_tokens",
         choices=("auto", "off"),
     )
     max_body_bytes: int | None = option(
@@ -100,8 +100,8 @@ class RouterConfig(ServiceConfig):
     )
     api_keys: str = option(
         "",
-        "file with the API keys that clients must show: .toml or .json with tenants, else one key per line; "
-        "redis: they are in --redis; wants --token-file",
+        "file with clients' API keys: .toml or .json with tenants, else one per line; redis: in --redis; wants "
+        "--token-file",
     )
     tenant_secret_file: str = option(
         "", "file with the secret that keeps tenants' caches apart, the same for all routers; default: a random one"

@@ -159,9 +159,9 @@ class EngineConfig:
     speculative: str = option(
         "none",
         "speculative decoding: who drafts tokens, of which a step verifies several; none, ngram (what followed the "
-        "last tokens where they stood before), suffix (the same, in earlier answers of the tenant too), draft (a "
-        "smaller model), eagle, eagle3 and medusa (heads trained for this model), mtp (the model's own next-token "
-        "layer), or a method of an installed package. It changes no token of any answer",
+        "last tokens before), suffix (in the tenant's earlier answers too), draft (a smaller model), eagle, eagle3, "
+        "medusa (heads trained for this model), mtp (its own next-token layer), or an installed package's; no token "
+        "changes",
     )
     speculative_model: str = option(
         "",
