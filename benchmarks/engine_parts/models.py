@@ -82,6 +82,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 6,
+            "linear_num_value_heads": 12,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
 }
 """Model type, and what differs from the sizes that all have; experts are as many of the whole as in the real models."""
 

@@ -367,8 +367,9 @@ def quiet_transformers() -> Iterator[None]:
 # Quantized weights
 
 
-READ_BY_OTHERS = {LATENT_PROJECTION, "gate", "router"}
-"""Layers whose plain weight other code reads: MLA's projection, which becomes a part of attention, and routers."""
+READ_BY_OTHERS = {LATENT_PROJECTION, "gate", "router", "dt_proj"}
+"""Layers whose plain weight other code reads: MLA's projection, which becomes a part of attention, routers, and the
+step sizes of Mamba."""
 GATE_UP = "gate_up_proj"
 DOWN = "down_proj"
 
