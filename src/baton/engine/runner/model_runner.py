@@ -104,7 +104,7 @@ def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Who
     specs, longest = probe(model, longest, recurrent)
     if recurrent is not None:
         check_recurrent(config, model, recurrent, specs)
-    specs = use_latents(model, specs) or {0: NO_ATTENTION}
+    specs = use_latents(model, specs) or {id(model.module): NO_ATTENTION}
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is more than the {longest} tokens this model serves",
