@@ -297,6 +297,7 @@ def _build_web(
         policy=config.policy,
         replicas=cluster.replica.report if cluster.replica is not None else None,
         queue=pipeline.dispatcher.admission.queue,
+        background=lambda: slots.num_running,
     )
     administer(front.app, pipeline.processor, registry)
     server = HttpServer(

@@ -465,6 +465,8 @@ async def test_a_line_gives_way_to_a_request_that_would_wait(tmp_path: Path) -> 
             while not state.requests:
                 await asyncio.sleep(0.01)
         assert [x.priority for x in state.requests] == [BACKGROUND_PRIORITY]  # of two slots one stays free
+        async with httpx.AsyncClient(base_url=url_of(made)) as http:
+            assert (await http.get("/debug/console")).json()["background"] == 1
         chats = [asyncio.create_task(client.chat.completions.create(model="fake", **chat_body(9))) for _ in "ab"]
         async with asyncio.timeout(240):
             while len(state.running) < 2 or not state.cancelled:

@@ -320,9 +320,10 @@ async def test_what_a_tenant_is_charged_in_advance_is_moved_by_its_own_answers_a
     admission = Admission(room, estimates, RouterConfig(), CollectorRegistry())
     held = accounts({"tenants": {"a": {"keys": ["k"], "tokens_per_minute": 10**9}, "b": {"keys": ["l"]}}})
 
-    async def charge(max_tokens: int, *, n: int = 1, generated: int = 0) -> float:
+    async def charge(max_tokens: int, *, n: int = 1, generated: int = 0, announced: int | None = None) -> float:
         sampling = SamplingParams(max_tokens=max_tokens, n=n)
-        request = RoutedRequest(RequestId("r"), [1], sampling, account=held.identify("Bearer k"))
+        account = held.identify("Bearer k")
+        request = RoutedRequest(RequestId("r"), [1], sampling, account=account, expected_tokens=announced)
         ticket = await admission.enter(request)
         admission.release(ticket, generated)
         return ticket.expected
@@ -330,6 +331,11 @@ async def test_what_a_tenant_is_charged_in_advance_is_moved_by_its_own_answers_a
     for _ in range(50):  # of another tenant
         speeds.output.add(0.0, 5000.0, speeds.now())
     assert [await charge(100, n=3), await charge(4000)] == [300, 256]
+    assert [await charge(4000, n=2, announced=1000), await charge(4000, announced=9)] == [2000, 256]
+    announced = RoutedRequest(RequestId("r"), [1], SamplingParams(max_tokens=9000, n=2), expected_tokens=8000)
+    assert estimates.output_tokens(announced) == 16_000
+    announced.expected_tokens = 9
+    assert estimates.output_tokens(announced) == pytest.approx(10_000), "a small number buys no turns in the queue"
     for _ in range(50):
         await charge(4000, n=2, generated=2 * 1000)
     for _ in range(50):

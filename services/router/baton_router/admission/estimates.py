@@ -260,9 +260,12 @@ class Estimates:
         self._registry = registry
 
     def output_tokens(self, request: RoutedRequest) -> float:
-        """Return the tokens that a request is expected to generate, all its sequences together."""
+        """Return the tokens that a request is expected to generate, all its sequences together.
+
+        What a client expects counts if it is more than the mean: less would buy it turns in the queue.
+        """
         sampling = request.sampling
-        expected = self._speeds.output_tokens if request.expected_tokens is None else request.expected_tokens
+        expected = max(self._speeds.output_tokens, request.expected_tokens or 0)
         most = sampling.max_tokens
         return sampling.n * (expected if most is None or most > expected else most)
 

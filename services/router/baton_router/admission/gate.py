@@ -143,7 +143,7 @@ class Admission:
             return await self._enter(request)
         most = request.sampling.max_tokens
         left = most if most is None else most - len(request.output_token_ids)
-        expected = self._tenants.output_tokens(account, request.sampling.n, left)
+        expected = self._tenants.output_tokens(account, request.sampling.n, left, request.expected_tokens or 0)
         self._tenants.begin(account, request.num_given + expected)
         try:
             ticket = await self._enter(request)
@@ -518,16 +518,17 @@ class TenantLimits:
         use.tokens.level -= cost if account.tokens_per_minute else 0.0
         use.running += 1
 
-    def output_tokens(self, account: Account, num_sequences: int, max_tokens: int | None) -> float:
+    def output_tokens(self, account: Account, num_sequences: int, max_tokens: int | None, announced: int = 0) -> float:
         """Return the output tokens that a request is charged until it ends.
 
         Args:
             account: Account of the tenant.
             num_sequences: Sequences of the request.
             max_tokens: Most output tokens of a sequence; ``None``: as many as fit.
+            announced: Output tokens of a sequence that the client expects; they count as load until then, too.
         """
         use = self._uses.get(account.name)
-        expected = max(_LEAST_OUTPUT, use.output if use is not None else 0.0)
+        expected = max(_LEAST_OUTPUT, use.output if use is not None else 0.0, announced)
         return num_sequences * (expected if max_tokens is None else min(max_tokens, expected))
 
     def learn_output(self, account: Account, tokens: float) -> None:

@@ -171,6 +171,7 @@ class DebugEndpoints:
         policy: Name of the placement policy.
         replicas: Returns the state of the other router replicas; ``None`` without replicas.
         queue: Queue of waiting requests.
+        background: Returns the number of requests that run in idle capacity.
     """
 
     def __init__(
@@ -183,7 +184,9 @@ class DebugEndpoints:
         policy: str,
         replicas: Callable[[], dict[str, Any]] | None,
         queue: FairQueue,
+        background: Callable[[], int],
     ) -> None:
+        self._background = background
         self._decisions = decisions
         self._registry = registry
         self._stats = WindowStats(metrics)
@@ -273,6 +276,7 @@ class DebugEndpoints:
             "policy": self._policy,
             "running": self._decisions.num_running,
             "seen": self._decisions.num_begun,
+            "background": self._background(),
             "queued": len(self._queue),
             "now": self._stats.window(),
             "stalled_s": self._stats.stalled_s() if self._decisions.num_running else None,

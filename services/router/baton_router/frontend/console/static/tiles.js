@@ -30,7 +30,8 @@ function tiles(data) {
 
 // Requests that run without a token for long: stalled, whatever else is calm.
 function inFlight(data) {
-  const sub = data.stalled_s ? `stalled: no token for ${span(data.stalled_s)}` : `${count(data.seen)} since start`;
+  const idle = data.background ? ` · ${count(data.background)} background` : "";
+  const sub = data.stalled_s ? `stalled: no token for ${span(data.stalled_s)}` : `${count(data.seen)} since start${idle}`;
   return { title: "In flight", value: count(data.running), unit: "", sub, bad: Boolean(data.stalled_s), series: null };
 }
 
