@@ -555,10 +555,12 @@ def add_store_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     how.add_argument("--seconds", type=float, default=0.4, help="of each turn in a round")
     how.add_argument("--seed", type=int, default=0, help="of names and bytes")
     trace = parser.add_argument_group("eviction policies on a trace, instead of all that")
-    trace.add_argument("--trace", default="", metavar="FILE", help="JSON lines with hash_ids, as Mooncake's")
-    trace.add_argument("--limit", type=int, default=None, help="requests of it at most")
-    trace.add_argument("--blocks", default="10000,30000,100000", help="sizes of the memory, in blocks of the trace")
-    trace.add_argument("--policy", default="lru,s3fifo,belady", help="lru, s3fifo, s3fifo-paper, belady (the bound)")
+    trace.add_argument("--trace", default="", metavar="FILE,...", help="traces as of baton bench router, or generated")
+    trace.add_argument("--limit", type=int, default=None, help="requests of each at most")
+    trace.add_argument("--blocks", default="5%,15%,30%", help="sizes of the memory, in blocks or %% of a trace's")
+    trace.add_argument(
+        "--policy", default="pool,session,belady", help="lru, s3fifo, s3fifo-paper, pool, session, belady"
+    )
     out = parser.add_argument_group("answers")
     out.add_argument("--require-dram", type=float, default=None, help="exit status 3 below this share of memcpy")
     out.add_argument("--require-disk", type=float, default=None, help="exit status 3 below this share of plain reads")

@@ -31,6 +31,7 @@ from baton_bench.simulator.simulation import Deployment, Outcome, Simulation
 from baton_bench.traces import (
     BLOCK_TOKENS,
     GENERATED,
+    GENERATED_REQUESTS,
     GeneratorOptions,
     TraceRequest,
     generate,
@@ -49,7 +50,6 @@ _BETA_POLICIES = ("match_minus_load",)
 _MANY = 64
 _ALL_BLOCKS = 1 << 40
 _TRACE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
-_GENERATED_REQUESTS = 3000
 LLAMA_70B = Profile(
     model="llama-70b",
     source="roofline of 8 x h200-sxm, see examples/planner/llama-70b-h200.json",
@@ -298,7 +298,7 @@ def _workload(args: argparse.Namespace, trace: str) -> tuple[str, list[TraceRequ
         raise ConfigError("--save is for what --generate made", field="save")
     if trace in GENERATED:
         source = trace
-        requests = GENERATED[trace](args.limit or _GENERATED_REQUESTS, args.seed)
+        requests = GENERATED[trace](args.limit or GENERATED_REQUESTS, args.seed)
     elif trace:
         requests = with_sessions(read_trace(Path(trace), args.limit))
         source = Path(trace).name

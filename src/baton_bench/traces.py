@@ -455,3 +455,5 @@ GENERATED: Mapping[str, Callable[[int, int], list[TraceRequest]]] = MappingProxy
     }
 )
 """Workloads by name: made from a number of requests and a seed."""
+GENERATED_REQUESTS = 3000
+"""Requests of a generated workload where nothing says how many."""

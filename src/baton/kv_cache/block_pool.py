@@ -1,4 +1,4 @@
-"""Ownership of the blocks of a KV pool, the prefix cache (which block holds the KV of which hash), and eviction.
+"""Ownership of the blocks of a KV pool, and the prefix cache: which block holds the KV of which hash.
 
 A block is in one of three states::
 
@@ -7,163 +7,21 @@ A block is in one of three states::
                             |  +--acquire-- cached --allocate--> active (evicted: its hash is forgotten)
                             +----release----> ^                  (registered by ``commit``)
 
-Blank blocks are allocated before cached ones, cached ones least recently used first, with a fair share for each tenant:
-part of the pool (``share``) is divided equally among the tenants that have cached blocks and used them lately. A
-tenant's blocks beyond its part compete with all others' by recency; those within it are evicted only when there are no
-others. So a tenant's new prompts evict its own blocks before the few of another one. With one tenant, or a share of 0,
-this is plain LRU.
+Blank blocks are allocated before cached ones, and these in the order of :mod:`baton.kv_cache.eviction`.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InternalError
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
+from baton.kv_cache.eviction import EvictionQueue
 from baton.types import BlockHash, BlockId
-
-IDLE_S = 600.0
-"""Seconds without use after which a tenant has no part of its own."""
-_MAX_IDLE = 1024
-"""Number of tenants from which on those without blocks are removed."""
-
-
-class _Tenant:
-    # An ``OrderedDict`` is a linked list with a hash index in C: to remove the oldest entry, to add the youngest and to
-    # remove one from the middle (a prefix hit) are each O(1) and about 0.1 us.
-    __slots__ = ("blocks", "used_at")
-
-    def __init__(self) -> None:
-        self.blocks: OrderedDict[BlockId, int] = OrderedDict()
-        """Free cached blocks, the least recently used first, each with the number of the release that freed it."""
-        self.used_at = 0.0
-
-
-class EvictionQueue:
-    """The free cached blocks of a pool.
-
-    Args:
-        num_blocks: Number of blocks in the pool.
-        share: Part of the pool that is divided among tenants, 0 to 1.
-        clock: Monotonic clock in seconds.
-    """
-
-    def __init__(self, num_blocks: int, share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._share = share
-        self._num_shared = int(share * num_blocks)
-        self._clock = clock
-        no_tenant = _Tenant()
-        self._tenants = {"": no_tenant}
-        self._owner_of = [no_tenant] * num_blocks
-        self._num = self._releases = 0
-        self._max_tenants = _MAX_IDLE
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __iter__(self) -> Iterator[BlockId]:
-        return (block_id for tenant in self._tenants.values() for block_id in tenant.blocks)
-
-    def set_owner(self, block_id: BlockId, tenant: str) -> None:
-        """Set the tenant that owns a block in use."""
-        owner = self._tenants.get(tenant if self._share else "")
-        if owner is None:
-            if len(self._tenants) >= self._max_tenants:
-                self._remove_idle_tenants()
-            owner = self._tenants[tenant] = _Tenant()
-        self._owner_of[block_id] = owner
-
-    def add(self, block_ids: Sequence[BlockId]) -> None:
-        """Add blocks that are not in use any more, the one to evict first in front."""
-        if not block_ids:
-            return
-        self._releases = now = self._releases + 1
-        owner_of = self._owner_of
-        for block_id in block_ids:
-            owner_of[block_id].blocks[block_id] = now
-        owner_of[block_ids[0]].used_at = self._clock()
-        self._num += len(block_ids)
-
-    def remove(self, block_id: BlockId) -> None:
-        """Remove a block that is used again."""
-        del self._owner_of[block_id].blocks[block_id]
-        self._num -= 1
-
-    def pop(self, count: int) -> list[BlockId]:
-        """Remove and return the ``count`` blocks to evict first; there must be that many."""
-        if len(self._tenants) == 1:
-            popitem = self._tenants[""].blocks.popitem
-            out = [popitem(last=False)[0] for _ in range(count)]
-            self._num -= count
-            return out
-        out = []
-        while len(out) < count:
-            popped = self._pop_beyond_parts(count - len(out))
-            self._num -= len(popped)
-            out += popped
-        return out
-
-    def _pop_beyond_parts(self, count: int) -> list[BlockId]:
-        """Remove and return the oldest blocks beyond their tenants' parts, between 1 and ``count``; O(tenants)."""
-        lately = self._clock() - IDLE_S
-        tenants = [tenant for tenant in self._tenants.values() if tenant.blocks]
-        num_active = sum(tenant.used_at > lately for tenant in tenants)
-        part = self._num_shared // num_active if num_active > 1 else 0
-        heap = []
-        for index, tenant in enumerate(tenants):
-            protected = part if tenant.used_at > lately else 0
-            if len(tenant.blocks) > protected:
-                heap.append((_oldest(tenant), index, protected))
-        if not heap:  # none is beyond its part: evict from the tenant with most blocks, of several the latest user
-            most = max(tenants, key=lambda tenant: (len(tenant.blocks), next(reversed(tenant.blocks.values()))))
-            return [most.blocks.popitem(last=False)[0]]
-        heapq.heapify(heap)
-        out: list[BlockId] = []
-        while heap and len(out) < count:
-            _, index, protected = heap[0]
-            blocks = tenants[index].blocks
-            out.append(blocks.popitem(last=False)[0])
-            if len(blocks) > protected:
-                heapq.heapreplace(heap, (_oldest(tenants[index]), index, protected))
-            else:
-                heapq.heappop(heap)
-        return out
-
-    def clear(self) -> list[BlockId]:
-        """Remove and return all blocks."""
-        everything = list(self)
-        for tenant in self._tenants.values():
-            tenant.blocks.clear()
-        self._num = 0
-        return everything
-
-    def check_integrity(self) -> None:
-        """Check that counts add up and every block is in its tenant's queue.
-
-        Raises:
-            AssertionError: They don't.
-        """
-        if self._num != sum(1 for _ in self):
-            raise AssertionError("the free cached blocks are counted wrongly")
-        for tenant in self._tenants.values():
-            if any(self._owner_of[block_id] is not tenant for block_id in tenant.blocks):
-                raise AssertionError("a cached block lies with another tenant")
-
-    def _remove_idle_tenants(self) -> None:
-        """Remove tenants that have no blocks, cached or in use, so that names alone cannot fill the memory."""
-        used = {id(tenant) for tenant in self._owner_of}
-        self._tenants = {name: each for name, each in self._tenants.items() if not name or id(each) in used}
-        self._max_tenants = max(_MAX_IDLE, 2 * len(self._tenants))
-
-
-def _oldest(tenant: _Tenant) -> int:
-    return next(iter(tenant.blocks.values()))
 
 
 class PrefixCache:
@@ -283,6 +141,7 @@ class BlockPool:
         on_event: Callable[[KVEvent], None] | None = None,
         tenant_share: float = 0.0,
         groups: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with all blocks blank.
 
@@ -293,6 +152,7 @@ class BlockPool:
             on_event: Called with every change of the prefix cache of the first layer group.
             tenant_share: Part of the pool that is divided among tenants with cached blocks, 0 to 1.
             groups: Number of layer groups that have blocks of their own for the same hash.
+            clock: Monotonic clock in seconds.
         """
         if len(generations) != num_blocks:
             raise InternalError(f"{len(generations)} generations for {num_blocks} blocks")
@@ -300,7 +160,7 @@ class BlockPool:
         self._generations = generations
         self._refs = [0] * num_blocks
         self._blank = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
-        self._cached = EvictionQueue(num_blocks, tenant_share)
+        self._cached = EvictionQueue(num_blocks, tenant_share, clock)
         self._cache = PrefixCache(num_blocks, on_event)
         self._caches = [self._cache, *(PrefixCache(num_blocks) for _ in range(1, groups))]
 
@@ -346,6 +206,16 @@ class BlockPool:
         self._generations[ids] += np.uint64(1)
         return ids
 
+    def begin_turn(self, block_ids: Sequence[BlockId], tenant: str, session: bytes) -> None:
+        """Begin a request of a conversation; call it before :meth:`acquire`.
+
+        Args:
+            block_ids: Blocks that it found; those of other sessions belong to none from now on.
+            tenant: Its tenant; empty: none.
+            session: Key of its conversation; empty: none.
+        """
+        self._cached.begin_turn(block_ids, tenant, session)
+
     def acquire(self, block_ids: Sequence[BlockId]) -> None:
         """Add a reference to blocks that :meth:`match` found or that have one already."""
         refs = self._refs
@@ -378,7 +248,14 @@ class BlockPool:
         self._cached.add(cached)
 
     def commit(
-        self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None, *, tenant: str = "", group: int = 0
+        self,
+        block_id: BlockId,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        *,
+        tenant: str = "",
+        session: bytes = b"",
+        group: int = 0,
     ) -> None:
         """Register a full block that the caller holds; if another block has that hash already, that one stays.
 
@@ -387,12 +264,13 @@ class BlockPool:
             block_hash: Chained hash of the block.
             parent: Hash of the block before it; ``None`` for the first of a chain.
             tenant: Tenant that owns the block; empty: no tenant.
+            session: Conversation that owns it, as in :meth:`begin_turn`; empty: none.
             group: Index of the layer group whose KV the block holds.
         """
         if self._refs[block_id] == 0:
             raise InternalError(f"block {block_id} is committed without being held")
         if self._caches[group].register(block_id, block_hash, parent):
-            self._cached.set_owner(block_id, tenant)
+            self._cached.set_owner(block_id, tenant, session)
 
     def forget(self, block_ids: Sequence[BlockId]) -> None:
         """Remove blocks that the caller holds from the prefix cache because their KV is wrong; other users keep them.

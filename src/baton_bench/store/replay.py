@@ -1,8 +1,9 @@
-"""Replays a trace against the store's own objects: which share of the blocks does a bounded memory hold?
+"""Replays traces against the store's own objects, or an engine's block pool: what does a bounded memory hold?
 
 What is counted: a request asks the store for the chain of its prompt's blocks and is given the longest prefix that is
 there, as a Get does; those blocks are hits. Then it puts what follows that prefix, as a prefill instance does. The hit
-rate is the sum of all hits over the sum of all prompts' blocks.
+rate is the sum of all hits over the sum of all prompts' blocks. ``pool`` is an engine's block pool, ``session``
+one that knows the requests' sessions.
 """
 
 from __future__ import annotations
@@ -12,27 +13,32 @@ import bisect
 import dataclasses
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from baton.errors import ConfigError, shown
+from baton.kv_cache.block_pool import BlockPool
+from baton.kv_cache.events import BlocksRemoved, KVEvent
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
-from baton_bench.report import command_line, make_table, numbers, show_document, words
-from baton_bench.traces import best_hit_rate, read_lines, whole_numbers
+from baton_bench.report import command_line, make_table, show_document, words
+from baton_bench.traces import GENERATED, GENERATED_REQUESTS, TraceRequest, best_hit_rate, read_trace
 from baton_kvstore.memory.eviction import POLICIES, Eviction, S3Fifo
 from baton_kvstore.memory.pool import Entry
 from baton_kvstore.memory.store import BlockStore
 
 BELADY = "belady"
 PAPER = "s3fifo-paper"
-REPLAYED = (*POLICIES, PAPER, BELADY)
-"""The store's policies; S3-FIFO with the paper's numbers; the bound."""
+POOL = "pool"
+SESSION = "session"
+REPLAYED = (*POLICIES, PAPER, POOL, SESSION, BELADY)
+"""The store's policies; S3-FIFO with the paper's numbers; an engine's pool, without and with sessions; the bound."""
 BLOCK_TOKENS = 512
 MAX_BLOCKS = 1 << 24
 _BLOCK_BYTES = 64
@@ -64,30 +70,85 @@ class ReplayRecord:
     us_per_block: float
 
 
-def read_chains(path: Path, limit: int | None = None) -> list[list[int]]:
-    """Read the ``hash_ids`` of a trace in Mooncake's format, in the order of its lines.
+def load_requests(trace: str, limit: int | None = None) -> list[TraceRequest]:
+    """Read a trace, or generate one of ``GENERATED``.
 
     Raises:
-        ConfigError: The file cannot be read, or a line has no such numbers; names the line.
+        ConfigError: As :func:`baton_bench.traces.read_trace`.
     """
-    chains = [
-        list(whole_numbers(value.get("hash_ids") or None, f"{where}: hash_ids", "trace"))
-        for where, value in read_lines(path, limit)
-    ]
-    if not chains:
-        raise ConfigError(f"{path} has no request", field="trace")
-    return chains
+    if trace in GENERATED:
+        return GENERATED[trace](limit or GENERATED_REQUESTS, 0)
+    return read_trace(Path(trace), limit)
 
 
-def replay(chains: Chains, policy: str, blocks: int) -> ReplayRecord:
+def replay(requests: Sequence[TraceRequest], policy: str, blocks: int) -> ReplayRecord:
     """Replay a trace.
 
     Args:
-        chains: Per request, names of its prompt's blocks.
+        requests: In order of arrival.
         policy: One of ``REPLAYED``.
         blocks: That fit.
     """
-    return _Replay(chains, policy, blocks).run()
+    chains = [request.blocks for request in requests]
+    if policy in (POOL, SESSION):
+        spent, hits, evictions = _replay_pool(requests, blocks, named=policy == SESSION)
+    else:
+        spent, hits, evictions = _Replay(chains, policy, blocks).run()
+    total = sum(map(len, chains))
+    best = best_hit_rate(chains)
+    return ReplayRecord(
+        policy=policy,
+        blocks=blocks,
+        hit_rate=round(hits / total, 6),
+        of_best=round(hits / total / best, 6) if best else 1.0,
+        evictions=evictions,
+        us_per_block=round(1e6 * spent / total, 3),
+    )
+
+
+Counts = tuple[float, int, int]
+"""Seconds, hits, evictions."""
+
+
+def _replay_pool(requests: Sequence[TraceRequest], blocks: int, *, named: bool) -> Counts:
+    """Replay in the pool of an engine that serves one request at a time."""
+    evicted: list[int] = []
+    now_s = 0.0
+
+    def note(event: KVEvent) -> None:
+        if isinstance(event, BlocksRemoved):
+            evicted.append(len(event.hashes))
+
+    pool = BlockPool(blocks, np.zeros(blocks, np.uint64), note, clock=lambda: now_s)
+    names = _names(request.blocks for request in requests)
+    hits = 0
+    spent = 0.0
+    for request in requests:
+        now_s = request.at_ms / 1000
+        asked = [names[block] for block in dict.fromkeys(request.blocks)]
+        started = time.perf_counter()
+        hits += _serve(pool, asked[:blocks], request.session.encode() if named else b"")
+        spent += time.perf_counter() - started
+    return spent, hits, sum(evicted)
+
+
+def _serve(pool: BlockPool, asked: Sequence[BlockHash], session: bytes) -> int:
+    found = pool.match(asked)
+    pool.begin_turn(found, "", session)
+    pool.acquire(found)
+    missing = asked[len(found) :]
+    new = pool.allocate(len(missing))
+    assert new is not None  # nothing else is in use, and the chain fits
+    parent = asked[len(found) - 1] if found else None
+    for block_id, name in zip(new, missing, strict=True):
+        pool.commit(block_id, name, parent, session=session)
+        parent = name
+    pool.release([*found, *new])
+    return len(found)
+
+
+def _names(chains: Iterable[Sequence[int]]) -> dict[int, BlockHash]:
+    return {block: BlockHash(block.to_bytes(32, "big")) for chain in chains for block in chain}
 
 
 Need = tuple[int, int]
@@ -169,7 +230,6 @@ class _Replay:
         kind = Fingerprint.of(model="replay", model_digest="replay", rope="", layout=layout)
         self._kind = dataclasses.replace(kind, block_bytes=_BLOCK_BYTES)
         self._chains = chains
-        self._policy = policy
         self._blocks = blocks
         real = policy if policy in POLICIES else "lru"
         self._store = BlockStore(blocks * _BLOCK_BYTES, max_pools=1, max_leases=1, clock=time.monotonic, eviction=real)
@@ -181,28 +241,19 @@ class _Replay:
         if policy == PAPER:
             self._store.eviction = S3Fifo(small_share=0.1, uses=2)
 
-    def run(self) -> ReplayRecord:
-        names = {block: BlockHash(block.to_bytes(32, "big")) for chain in self._chains for block in chain}
-        hits = total = 0
+    def run(self) -> Counts:
+        names = _names(self._chains)
+        hits = 0
         spent = 0.0
         for number, chain in enumerate(self._chains):
             self._now = number
-            total += len(chain)
             asked = [names[block] for block in dict.fromkeys(chain)]
             started = time.perf_counter()
             hits += self._request(asked)
             spent += time.perf_counter() - started
         evictions = self._store.counters.evictions
         self._store.close()
-        best = best_hit_rate(self._chains)
-        return ReplayRecord(
-            policy=self._policy,
-            blocks=self._blocks,
-            hit_rate=round(hits / total, 6),
-            of_best=round(hits / total / best, 6) if best else 1.0,
-            evictions=evictions,
-            us_per_block=round(1e6 * spent / total, 3),
-        )
+        return spent, hits, evictions
 
     def _request(self, names: list[BlockHash]) -> int:
         store = self._store
@@ -262,51 +313,75 @@ def replay_all(args: argparse.Namespace) -> int:
         ConfigError: A flag or a file that cannot work.
     """
     policies = words(args.policy)
-    sizes = numbers(args.blocks, "blocks")
+    sizes = words(args.blocks)
     unknown = sorted(set(policies) - set(REPLAYED))
     if unknown or not policies:
         raise ConfigError(f"--policy takes some of {','.join(REPLAYED)}, got {shown(args.policy)}", field="policy")
-    if not sizes or not all(1 <= size <= MAX_BLOCKS for size in sizes):
-        raise ConfigError(f"--blocks takes numbers from 1 to {MAX_BLOCKS}", field="blocks")
+    if not sizes:
+        raise ConfigError("--blocks takes sizes", field="blocks")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}", field="limit")
-    chains = read_chains(Path(args.trace), args.limit)
-    records = [replay(chains, policy, size) for size in sizes for policy in policies]
-    result = document(Path(args.trace).name, chains, records)
+    for size in sizes:
+        _size(size, 1)
+    traces = []
+    for trace in words(args.trace):
+        requests = load_requests(trace, args.limit)
+        different = len({block for request in requests for block in request.blocks})
+        records = [replay(requests, policy, _size(size, different)) for size in sizes for policy in policies]
+        traces.append(describe(Path(trace).name, requests, records))
+    result = {"command": command_line(), "block_tokens": BLOCK_TOKENS, "traces": traces}
     show_document(result, print_replay, 160, as_json=args.json)
     return 0
 
 
-def document(name: str, chains: Chains, records: Sequence[ReplayRecord]) -> dict[str, Any]:
-    """Return everything as one JSON object."""
+def _size(text: str, different: int) -> int:
+    """Return a number of blocks, given as such or in percent of a trace's different ones."""
+    number, percent = text.removesuffix("%"), text.endswith("%")
+    if number.isdecimal() and 1 <= int(number) <= (100 if percent else MAX_BLOCKS):
+        return max(1, different * int(number) // 100) if percent else int(number)
+    raise ConfigError(
+        f"--blocks takes numbers from 1 to {MAX_BLOCKS}, or 1% to 100%, got {shown(text)}", field="blocks"
+    )
+
+
+def describe(name: str, requests: Sequence[TraceRequest], records: Sequence[ReplayRecord]) -> dict[str, Any]:
+    """Return a trace and its replays as a JSON object."""
+    chains = [request.blocks for request in requests]
+    bound = {record.blocks: record.hit_rate for record in records if record.policy == BELADY}
     return {
-        "command": command_line(),
         "trace": name,
-        "block_tokens": BLOCK_TOKENS,
         "requests": len(chains),
+        "sessions": len({request.session for request in requests} - {""}),
         "blocks": sum(map(len, chains)),
         "different_blocks": len({block for chain in chains for block in chain}),
         "best_hit_rate": round(best_hit_rate(chains), 6),
-        "runs": [dataclasses.asdict(record) for record in records],
+        "runs": [
+            dataclasses.asdict(record)
+            | {"of_belady": round(record.hit_rate / bound[record.blocks], 4) if bound.get(record.blocks) else None}
+            for record in records
+        ],
     }
 
 
 def print_replay(document: dict[str, Any], console: Console) -> None:
     """Print a document for people."""
-    console.print(
-        f"{document['requests']:,} requests, {document['blocks']:,} blocks of {document['block_tokens']} tokens, "
-        f"{document['different_blocks']:,} different ones; best possible hit rate {document['best_hit_rate']:.2%}",
-        markup=False,
-    )
-    columns = ("memory, blocks", "policy", "hits", "of best", "evictions", "µs per block")
-    table = make_table("", columns, left=("policy",))
-    for run in document["runs"]:
-        table.add_row(
-            f"{run['blocks']:,}",
-            run["policy"],
-            f"{run['hit_rate']:.2%}",
-            f"{run['of_best']:.1%}",
-            f"{run['evictions']:,}",
-            f"{run['us_per_block']:.1f}",
+    for trace in document["traces"]:
+        console.print(
+            f"{trace['trace']}: {trace['requests']:,} requests, {trace['sessions']:,} sessions, {trace['blocks']:,} "
+            f"blocks of {document['block_tokens']} tokens, {trace['different_blocks']:,} different ones; best possible "
+            f"hit rate {trace['best_hit_rate']:.2%}",
+            markup=False,
         )
-    console.print(table)
+        columns = ("memory, blocks", "policy", "hits", "of best", "of belady", "evictions", "µs per block")
+        table = make_table("", columns, left=("policy",))
+        for run in trace["runs"]:
+            table.add_row(
+                f"{run['blocks']:,}",
+                run["policy"],
+                f"{run['hit_rate']:.2%}",
+                f"{run['of_best']:.1%}",
+                "" if run["of_belady"] is None else f"{run['of_belady']:.1%}",
+                f"{run['evictions']:,}",
+                f"{run['us_per_block']:.1f}",
+            )
+        console.print(table)

@@ -17,6 +17,7 @@ from tests.support.servers.redis_server import missing_redis
 from baton_bench.report import Record
 from baton_bench.store import driver, records
 from baton_bench.store.plan import Options
+from baton_bench.traces import TraceRequest, write_trace
 
 BATON = [sys.executable, "-m", "baton.cli.main", "bench", "store"]
 SMALL = ["--geometry", "baton-tiny", "--request-bytes", "196608", "--total-bytes", "8388608"]
@@ -114,13 +115,15 @@ def test_a_wrong_byte_is_exit_status_1(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_trace_gives_a_table_and_json(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps({"hash_ids": [0, 1, 2 + i % 5, 100 + i]}) for i in range(50)))
-    flags = ["--trace", str(path), "--blocks", "8,1000", "--policy", "lru,s3fifo,belady"]
-    found = json.loads(bench(*flags, "--json").stdout)
+    blocks = ((0, 1, 2 + i % 5, 100 + i) for i in range(50))
+    write_trace(path, [TraceRequest(1000.0 * i, 2048, 1, chain) for i, chain in enumerate(blocks)])
+    flags = ["--trace", str(path), "--blocks", "8,1000,10%", "--policy", "lru,s3fifo,pool,session,belady"]
+    found = json.loads(bench(*flags, "--json").stdout)["traces"][0]
     rates = {(run["policy"], run["blocks"]): run["hit_rate"] for run in found["runs"]}
     assert found["blocks"] == 200
     assert rates["lru", 1000] == rates["s3fifo", 1000] == rates["belady", 8] == found["best_hit_rate"]
-    assert rates["lru", 8] < rates["belady", 8]
+    assert rates["pool", 8] == rates["session", 8] < rates["belady", 8]
+    assert rates["belady", 5] <= rates["belady", 8]  # a tenth of 57
     table = bench(*flags)
     assert table.returncode == 0
     assert "belady" in table.stdout
@@ -133,6 +136,7 @@ def test_a_trace_gives_a_table_and_json(tmp_path: Path) -> None:
         (["--clients", "x"], "clients"),
         (["--geometry", "nothing"], "geometry"),
         (["--trace", "/nowhere"], "/nowhere"),
+        (["--trace", "servegen", "--blocks", "101%"], "blocks"),
         (["--trace", "/nowhere", "--policy", "magic"], "policy"),
     ],
 )

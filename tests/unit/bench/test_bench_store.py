@@ -20,8 +20,8 @@ from baton_bench import traces
 from baton_bench.store import records
 from baton_bench.store.plan import Options, Pattern, chain_names, make_plans
 from baton_bench.store.records import Cell, Sample, find_ratios, measure_record
-from baton_bench.store.replay import REPLAYED, read_chains, replay
-from baton_bench.traces import best_hit_rate
+from baton_bench.store.replay import REPLAYED, load_requests, replay
+from baton_bench.traces import GENERATED, TraceRequest, best_hit_rate, write_trace
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "bench/store.md"
 CHAINS = st.lists(
@@ -33,6 +33,14 @@ def tree_chains(choices: Sequence[Sequence[int]]) -> list[list[int]]:
     """Turn choices into chains of names in which equal names have equal names before them."""
     known: dict[tuple[int, ...], int] = {}
     return [[known.setdefault(tuple(path[: i + 1]), len(known)) for i in range(len(path))] for path in choices]
+
+
+def requests_of(chains: Sequence[Sequence[int]], sessions: Sequence[str] = ()) -> list[TraceRequest]:
+    """Requests a second apart."""
+    names = sessions or [""] * len(chains)
+    return [
+        TraceRequest(1000.0 * (i + 1), 512 * len(chain), 1, tuple(chain), names[i]) for i, chain in enumerate(chains)
+    ]
 
 
 def conversations(seed: int, requests: int) -> list[list[int]]:
@@ -69,7 +77,7 @@ def plain_lru(chains: Sequence[Sequence[int]], size: int) -> int:
 def test_replayed_lru_is_a_plain_lru_list(choices: list[list[int]], size: int) -> None:
     chains = tree_chains(choices)
     total = sum(map(len, chains))
-    assert replay(chains, "lru", size).hit_rate == pytest.approx(plain_lru(chains, size) / total, abs=1e-6)
+    assert replay(requests_of(chains), "lru", size).hit_rate == pytest.approx(plain_lru(chains, size) / total, abs=1e-6)
 
 
 @given(CHAINS, st.integers(6, 40), st.sampled_from(REPLAYED))
@@ -77,10 +85,10 @@ def test_no_policy_beats_the_bound_and_the_bound_does_not_beat_endless_memory(
     choices: list[list[int]], size: int, policy: str
 ) -> None:
     chains = tree_chains(choices)
-    bound, best = replay(chains, "belady", size), best_hit_rate(chains)
-    assert replay(chains, policy, size).hit_rate <= bound.hit_rate + 1e-9
+    bound, best = replay(requests_of(chains), "belady", size), best_hit_rate(chains)
+    assert replay(requests_of(chains), policy, size).hit_rate <= bound.hit_rate + 1e-9
     assert bound.hit_rate <= best + 1e-6
-    assert replay(chains, policy, 10_000).hit_rate == pytest.approx(best, abs=1e-6)
+    assert replay(requests_of(chains), policy, 10_000).hit_rate == pytest.approx(best, abs=1e-6)
 
 
 def best_possible(chains: Sequence[Sequence[int]], size: int) -> int:
@@ -103,31 +111,30 @@ def best_possible(chains: Sequence[Sequence[int]], size: int) -> int:
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(3, 5))
 def test_the_bound_is_what_trying_out_everything_finds(choices: list[list[int]], size: int) -> None:
     chains = tree_chains(choices)
-    hits = replay(chains, "belady", size).hit_rate * sum(map(len, chains))
+    hits = replay(requests_of(chains), "belady", size).hit_rate * sum(map(len, chains))
     assert round(hits) == best_possible(chains, size)
 
 
-def test_a_trace_is_read_and_what_is_wrong_in_it_is_named(tmp_path: Path) -> None:
-    chains = conversations(1, 200)
+def test_a_trace_is_replayed_from_a_file_or_generated(tmp_path: Path) -> None:
+    requests = requests_of(conversations(1, 200))
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps({"timestamp": i, "hash_ids": c}) for i, c in enumerate(chains)) + "\n\n")
-    assert read_chains(path) == chains
-    assert read_chains(path, 7) == chains[:7]
-    rates = {policy: replay(chains, policy, 60).hit_rate for policy in REPLAYED}
+    write_trace(path, requests)
+    assert load_requests(str(path)) == requests
+    assert load_requests(str(path), 7) == requests[:7]
+    assert load_requests("servegen", 20) == GENERATED["servegen"](20, 0)
+    rates = {policy: replay(requests, policy, 60).hit_rate for policy in REPLAYED}
     assert 0 < rates["lru"] < rates["belady"] < 1
-    for text, where in (
-        ("{}", "1: hash_ids"),
-        ('{"hash_ids": [1]}\n{"hash_ids": [-1]}', ":2: hash_ids"),
-        ("{", "JSON"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=where):
-            read_chains(path)
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="no request"):
-        read_chains(path)
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_chains(tmp_path / "none")
+    assert rates["pool"] == rates["session"]
+
+
+def test_known_gaps_keep_sessions_through_a_cycle_that_flushes_lru() -> None:
+    """Twelve conversations in turn, of which the memory holds eight: LRU always drops the one that comes next."""
+    chains = [list(range(100 * (i % 12), 100 * (i % 12) + 10)) for i in range(600)]
+    requests = requests_of(chains, [f"s{i % 12}" for i in range(600)])
+    runs = {policy: replay(requests, policy, 80) for policy in ("pool", "session", "belady")}
+    assert runs["pool"].hit_rate == 0
+    assert runs["session"].hit_rate > 0.8 * runs["belady"].hit_rate > 0.4
+    assert replay(requests_of(chains), "session", 80).hit_rate == 0
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

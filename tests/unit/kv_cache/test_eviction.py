@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.unit.kv_cache.test_block_pool import chain
 
-from baton.kv_cache.block_pool import IDLE_S, BlockPool, EvictionQueue
+from baton.kv_cache.block_pool import BlockPool
+from baton.kv_cache.eviction import IDLE_S, EvictionQueue
 from baton.types import BlockHash, BlockId
 
 NUM_BLOCKS = 64
