@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -133,6 +134,13 @@ class RoutedRequest(msgspec.Struct):
     account: Account | None = None
     order: Order | None = None
     span: Span = UNTRACED
+
+    @property
+    def session_key(self) -> bytes:
+        """Key of the conversation for instances, 8 bytes that do not show its name; empty: there is none."""
+        if not self.session:
+            return b""
+        return hashlib.blake2b(self.session.encode(errors="surrogatepass"), digest_size=8).digest()
 
     @property
     def num_given(self) -> int:

@@ -206,6 +206,7 @@ class ConnectorBridge:
             cache_salt=request.cache_salt,
             priority=request.priority,
             tenant=request.tenant,
+            session_key=request.session_key,
             prefilled=prefilled,
             adapter=request.adapter,
             traceparent=request.traceparent,

@@ -30,6 +30,7 @@ class EngineRequest:
         threshold: Missing prompt tokens from which a remote prefill is used; ``None``: the connector's default.
         priority: Lower runs first.
         tenant: Owner of the request's blocks; ``None``: none.
+        session_key: The same in all requests of a conversation; empty: unknown.
         prefilled: Instance that already holds the prompt's KV; ``None``: none.
         constraint: Compiled grammar of ``sampling``, advanced by ``output_token_ids``; compiled by the caller.
         adapter: Id of the adapter whose KV this is, part of the request's block hashes; ``None``: the model's own.
@@ -46,10 +47,16 @@ class EngineRequest:
     candidates: tuple[str, ...] = ()
     threshold: int | None = None
     tenant: Tenant | None = None
+    session_key: bytes = b""
     prefilled: PrefilledPrompt | None = None
     adapter: str | None = None
     constraint: Constraint | None = None
     traceparent: str = ""
+
+    @property
+    def tenant_id(self) -> str:
+        """Id of the tenant; empty: none."""
+        return "" if self.tenant is None else self.tenant.id
 
 
 @dataclass(frozen=True, slots=True)

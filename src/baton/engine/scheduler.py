@@ -647,6 +647,9 @@ class Scheduler:
         if loads and not may_load:
             self.waiting_to_load.push(sequence)
             return None
+        if not sequence.group.admitted_ns:
+            request = sequence.group.request
+            self._pool.begin_turn(prefix.all_blocks, request.tenant_id, request.session_key)
         self._pool.acquire(prefix.all_blocks)
         sequence.attach_prefix(prefix, self._groups.new_tables(), self._block_size)
         sequence.append_blocks(self._pool.allocate(need) or ())
@@ -819,15 +822,15 @@ class Scheduler:
         if full <= sequence.num_committed:
             return
         hashes = sequence.hash_blocks(sequence.num_computed, self._block_size)
-        owner = sequence.group.request.tenant
-        tenant = owner.id if owner is not None else ""
+        request = sequence.group.request
+        tenant, session = request.tenant_id, request.session_key
         for i in range(sequence.num_committed, full):
             parent = hashes[i - 1] if i else None
-            self._pool.commit(sequence.block_ids[i], hashes[i], parent, tenant=tenant)
+            self._pool.commit(sequence.block_ids[i], hashes[i], parent, tenant=tenant, session=session)
             for table in sequence.windows:
                 if i >= table.first:
                     block = table.block_ids[i - table.first]
-                    self._pool.commit(block, hashes[i], None, tenant=tenant, group=table.group)
+                    self._pool.commit(block, hashes[i], None, tenant=tenant, session=session, group=table.group)
         sequence.num_committed = full
 
     def observe_step_time(self, plan: StepPlan, seconds: float) -> None:

@@ -115,6 +115,7 @@ class LoadRequest:
         cache_salt: Salt that separates the request's KV from that of other requests.
         priority: Priority of the request.
         tenant: Tenant that owns the blocks; ``None``: no tenant.
+        session_key: The same in all requests of a conversation; empty: unknown.
         prefilled: Where the prompt's KV waits; ``None``: it was not computed beforehand.
         adapter: Id of the adapter whose KV is wanted; ``hashes`` begin with it. ``None``: the model's own.
         traceparent: W3C trace context of the load; empty: not traced.
@@ -130,6 +131,7 @@ class LoadRequest:
     cache_salt: str = ""
     priority: int = 0
     tenant: Tenant | None = None
+    session_key: bytes = b""
     prefilled: PrefilledPrompt | None = None
     adapter: str | None = None
     traceparent: str = ""

@@ -29,6 +29,7 @@ _PATHS: dict[PrefillPath, common_pb2.PrefillPath.ValueType] = {
     PrefillPath.REMOTE: common_pb2.PREFILL_PATH_REMOTE,
     PrefillPath.STORE: common_pb2.PREFILL_PATH_STORE,
 }
+MAX_SESSION_KEY_BYTES = 16
 _FINISH_OF: dict[int, FinishReason] = {wire: reason for reason, wire in _FINISH.items()}
 _PATH_OF: dict[int, PrefillPath] = {wire: path for path, wire in _PATHS.items()}
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "speculative_tokens")
@@ -75,6 +76,19 @@ def tenant_from_pb(message: common_pb2.Tenant) -> Tenant | None:
     if not (message.id or message.kv_bytes or message.kv_disk_bytes):
         return None
     return Tenant(message.id, message.kv_bytes, message.kv_disk_bytes)
+
+
+def session_key_from_pb(key: bytes) -> bytes:
+    """Check the key of a conversation.
+
+    Raises:
+        InvalidRequestError: It has more than 16 bytes.
+    """
+    if len(key) > MAX_SESSION_KEY_BYTES:
+        raise InvalidRequestError(
+            f"session_key must have at most {MAX_SESSION_KEY_BYTES} bytes, got {len(key)}", field="session_key"
+        )
+    return key
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:

@@ -35,6 +35,7 @@ from baton.rpc.convert import (
     prompt_logprobs_to_pb,
     sampling_from_pb,
     sampling_to_pb,
+    session_key_from_pb,
     tenant_from_pb,
     tenant_to_pb,
     trace_attributes,
@@ -176,6 +177,7 @@ def _engine_request(request: worker_pb2.GenerateRequest, traceparent: str) -> En
         cache_salt=request.cache_salt,
         priority=request.priority,
         tenant=tenant_from_pb(request.tenant),
+        session_key=session_key_from_pb(request.session_key),
         candidates=tuple(request.prefill_candidates),
         threshold=request.remote_prefill_threshold if request.HasField("remote_prefill_threshold") else None,
         prefilled=PrefilledPrompt(request.prefilled.address, request.prefilled.key)
@@ -235,6 +237,7 @@ class _PrefillDialer:
                 fingerprint=self._fingerprint,
                 cache_salt=request.cache_salt,
                 tenant=tenant_to_pb(request.tenant),
+                session_key=request.session_key,
                 priority=request.priority,
                 trace_context={"traceparent": span.traceparent} if span.traceparent else None,
                 claim=None if claim is None else worker_pb2.PrefillClaim(key=claim),

@@ -21,7 +21,7 @@ from baton.kv_transfer.connector.p2p.prefill_stream import HeldBlocks, Offer
 from baton.kv_transfer.connector.p2p.producer import Lease, P2PProducer, P2PReuser, UnclaimedPrompts
 from baton.kv_transfer.lookup_buffer import LookupBuffer
 from baton.kv_transfer.types import source_from_pb, source_to_pb
-from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
+from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, session_key_from_pb, tenant_from_pb
 from baton.token_ids import unpack_ids
 from baton.tracing import Span
 from baton.types import RequestId, Role
@@ -315,6 +315,7 @@ class PrefillRole(InstanceRole):
             cache_salt=request.cache_salt,
             priority=request.priority,
             tenant=tenant_from_pb(request.tenant),
+            session_key=session_key_from_pb(request.session_key),
             traceparent=span.traceparent,
         )
 

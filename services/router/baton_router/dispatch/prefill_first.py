@@ -167,6 +167,7 @@ class PrefillFirst:
             cache_salt=request.cache_salt,
             priority=request.priority,
             tenant=None if request.account is None else request.account.message,
+            session_key=request.session_key,
             trace_context={"traceparent": request.span.traceparent} if request.span.traceparent else None,
         )
         self._asked = instance

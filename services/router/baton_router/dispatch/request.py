@@ -514,6 +514,8 @@ class RequestRun:
             message.priority = request.priority
         if request.account is not None and request.account.message is not None:
             message.tenant.CopyFrom(request.account.message)
+        if request.session:
+            message.session_key = request.session_key
         if request.span.context is not None:
             message.trace_context["traceparent"] = request.span.traceparent
         if (threshold := placement.remote_threshold) is not None:

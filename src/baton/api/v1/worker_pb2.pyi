@@ -91,6 +91,7 @@ class GenerateRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
     prompt_token_ids: _builtins.bytes
@@ -101,6 +102,8 @@ class GenerateRequest(_message.Message):
     """lower runs first; 0 is the default"""
     remote_prefill_threshold: _builtins.int
     """missing prompt tokens from which a remote prefill is used; unset: the instance's own"""
+    session_key: _builtins.bytes
+    """up to 16 bytes that are the same in all requests of a conversation; empty: unknown"""
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """tokens generated so far, when another instance began this request"""
@@ -142,10 +145,11 @@ class GenerateRequest(_message.Message):
         ticket: Global___PlacementTicket | None = ...,
         tenant: _common_pb2.Tenant | None = ...,
         prefilled: Global___PrefilledPrompt | None = ...,
+        session_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "prefilled", b"prefilled", "remote_prefill_threshold", b"remote_prefill_threshold", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "prefilled", b"prefilled", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "prefilled", b"prefilled", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remote_prefill_threshold: _TypeAlias = _typing.Literal["remote_prefill_threshold"]  # noqa: Y015
     _WhichOneofArgType__remote_prefill_threshold: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold"]  # noqa: Y015
@@ -544,6 +548,7 @@ class PrefillRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -554,6 +559,8 @@ class PrefillRequest(_message.Message):
     """leading tokens whose KV the caller has: these are not offered"""
     cache_salt: _builtins.str
     priority: _builtins.int
+    session_key: _builtins.bytes
+    """as in GenerateRequest"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """decides the first token"""
@@ -590,11 +597,12 @@ class PrefillRequest(_message.Message):
         priority: _builtins.int = ...,
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tenant: _common_pb2.Tenant | None = ...,
+        session_key: _builtins.bytes = ...,
         claim: Global___PrefillClaim | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "fingerprint", b"fingerprint", "held", b"held", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "claim", b"claim", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "claim", b"claim", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -654,6 +662,7 @@ class PrefillFirstRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
     prompt_token_ids: _builtins.bytes
@@ -662,6 +671,8 @@ class PrefillFirstRequest(_message.Message):
     """how many of them were generated before"""
     cache_salt: _builtins.str
     priority: _builtins.int
+    session_key: _builtins.bytes
+    """as in GenerateRequest"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """decides the first token"""
@@ -681,10 +692,11 @@ class PrefillFirstRequest(_message.Message):
         priority: _builtins.int = ...,
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tenant: _common_pb2.Tenant | None = ...,
+        session_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,167 @@
+"""Sessions with long gaps lose their blocks early, but only while forecasts are right; without names it is LRU."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.kv_cache.test_block_pool import chain
+
+from baton.kv_cache import eviction
+from baton.kv_cache.block_pool import BlockPool
+from baton.kv_cache.eviction import EvictionQueue
+from baton.types import BlockHash, BlockId
+
+
+class Pool:
+    """A pool that serves one request at a time, and its clock."""
+
+    def __init__(self, num_blocks: int, share: float = 0.0) -> None:
+        self.now_s = 1000.0
+        self.pool = BlockPool(num_blocks, np.zeros(num_blocks, np.uint64), tenant_share=share, clock=lambda: self.now_s)
+
+    def serve(self, hashes: Sequence[BlockHash], session: str = "", tenant: str = "") -> int:
+        """Serve a request; return how many of its blocks were found."""
+        self.now_s += 1.0
+        found = self.pool.match(hashes)
+        self.pool.begin_turn(found, tenant, session.encode())
+        self.pool.acquire(found)
+        new = self.pool.allocate(len(hashes) - len(found))
+        assert new is not None
+        for i, block in enumerate(new, len(found)):
+            parent = hashes[i - 1] if i else None
+            self.pool.commit(block, hashes[i], parent, tenant=tenant, session=session.encode())
+        self.pool.release([*found, *new])
+        self.pool.check_integrity(idle=True)
+        return len(found)
+
+
+PROMPTS = [chain(*range(100 * i, 100 * i + 10)) for i in range(12)]
+
+
+def cycle(pool: Pool, rounds: int, tenant: str = "", named: bool = True) -> int:
+    """Twelve conversations of ten blocks take turns; return the hits of the last round."""
+    hits = 0
+    for _ in range(rounds):
+        hits = sum(pool.serve(PROMPTS[i], f"s{i}" if named else "", tenant) for i in range(12))
+    return hits
+
+
+def test_a_cycle_that_flushes_lru_leaves_most_sessions_their_blocks() -> None:
+    assert cycle(Pool(80), 40, named=False) == 0
+    assert cycle(Pool(80), 40) >= 60
+
+
+def test_where_all_fits_nothing_changes() -> None:
+    assert cycle(Pool(120), 5) == cycle(Pool(120), 5, named=False) == 120
+
+
+def test_a_prefix_that_sessions_share_stays() -> None:
+    pool = Pool(80)
+    prompts = [chain(*range(5), *range(100 * i + 50, 100 * i + 59)) for i in range(12)]
+    for _ in range(40):
+        for i in range(12):
+            pool.serve(prompts[i], f"s{i}")
+    assert len(pool.pool.match(prompts[0][:5])) == 5
+
+
+def test_forecasts_that_turn_out_wrong_make_it_lru() -> None:
+    """Regular gaps become random ones: two of three times LRU would have kept the session, so gaps stop counting."""
+    named, plain = Pool(80), Pool(80)
+    cycle(named, 40)
+    cycle(plain, 40, named=False)
+    tenant = named.pool._cached._tenants[""]
+    assert tenant.trust > 0.9
+    order = random.Random(0).choices(range(12), k=800)
+    hits = [(named.serve(PROMPTS[i], f"s{i}"), plain.serve(PROMPTS[i])) for i in order][400:]
+    assert tenant.trust < 0.5
+    assert sum(mine for mine, _ in hits) >= 0.98 * sum(theirs for _, theirs in hits)
+
+
+def test_a_tenants_sessions_are_its_own() -> None:
+    """The same names in another tenant's requests neither take its blocks nor teach it gaps."""
+    pool = Pool(200, share=0.5)
+    mine = chain(*range(5000, 5020))
+    pool.serve(mine, "s0", "mine")
+    cycle(pool, 20, "other")
+    assert len(pool.pool.match(mine)) == 20
+    sessions = pool.pool._cached._tenants["mine"].sessions
+    assert [session.gap_s for session in sessions.values()] == [0.0]
+
+
+def test_names_of_sessions_do_not_add_up() -> None:
+    queue = EvictionQueue(4, 0.5)
+    for at in range(3 * eviction.MAX_SESSIONS):
+        for _ in range(2):
+            queue.begin_turn([], "a", at.to_bytes(8, "big"))
+            queue.set_owner(BlockId(at % 4), "a", at.to_bytes(8, "big"))
+            queue.add([BlockId(at % 4)])
+            queue.remove(BlockId(at % 4))
+    tenant = queue._tenants["a"]
+    assert len(tenant.sessions) <= eviction.MAX_SESSIONS
+    assert len(tenant.by_gap) <= 2 * eviction.MAX_SESSIONS + 64 + 4
+    assert len(queue._plain_lru._users) <= 4
+    queue.check_integrity()
+
+
+def test_many_names_keep_nothing_longer_than_recency_would() -> None:
+    """A flood of new names: each has no gap, so what was there before goes as with LRU, and no later."""
+    for named in (False, True):
+        pool = Pool(80)
+        for i in range(8):
+            pool.serve(PROMPTS[i])
+        for at in range(30):
+            pool.serve(chain(9000 + 2 * at, 9001 + 2 * at), f"n{at}" if named else "")
+        assert [len(pool.pool.match(PROMPTS[i])) for i in range(8)] == [0] * 6 + [10] * 2
+
+
+class PlainLru:
+    """A pool in which cached blocks go by recency, as one would write it down."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.size = num_blocks
+        self.held: OrderedDict[BlockHash, None] = OrderedDict()
+
+    def serve(self, hashes: Sequence[BlockHash]) -> int:
+        found = next((i for i, name in enumerate(hashes) if name not in self.held), len(hashes))
+        for name in hashes[:found]:
+            del self.held[name]
+        while len(self.held) + len(hashes) > self.size:
+            self.held.popitem(last=False)
+        for name in reversed(hashes):
+            if name not in self.held:
+                self.held[name] = None
+        return found
+
+
+REQUESTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.sampled_from(["", "a", "b", "c"])), max_size=40
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(requests=REQUESTS, size=st.integers(5, 16))
+def test_without_names_it_is_lru(requests: list[tuple[list[int], str]], size: int) -> None:
+    pool, plain = Pool(size), PlainLru(size)
+    for tokens, _ in requests:
+        hashes = chain(*tokens)
+        assert pool.serve(hashes) == plain.serve(hashes)
+        assert {name for name in plain.held if pool.pool.find([name], 0) != [None]} == set(plain.held)
+
+
+@settings(max_examples=200, deadline=None)
+@given(requests=REQUESTS, size=st.integers(5, 16), share=st.sampled_from([0.0, 0.5]), trusted=st.booleans())
+def test_with_names_the_books_are_right(
+    requests: list[tuple[list[int], str]], size: int, share: float, trusted: bool
+) -> None:
+    pool = Pool(size, share)
+    for at, (tokens, session) in enumerate(requests):
+        if trusted:
+            for tenant in pool.pool._cached._tenants.values():
+                tenant.trust = 1.0
+        pool.serve(chain(*tokens), session, "tu"[at % 2])
+        pool.now_s += len(tokens)
