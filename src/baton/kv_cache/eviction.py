@@ -144,6 +144,8 @@ class EvictionQueue:
         self._num = self._num_listed = self._num_nameless = 0
         self._released_at = -math.inf
         self._max_tenants = _MAX_IDLE
+        self._names: tuple[str, bytes] | None = None
+        self._owner: tuple[_Tenant, _Session | None] = no_tenant, None
 
     def __len__(self) -> int:
         return self._num
@@ -153,9 +155,13 @@ class EvictionQueue:
 
     def set_owner(self, block_id: BlockId, tenant: str, session: bytes = b"") -> None:
         """Set the tenant and the session that own a block in use; an empty key: no session."""
-        owner = self._owner_of[block_id] = self._tenant(tenant)
-        self._session_of[block_id] = self._session(owner, session) if session else None
-        self._num_nameless += not session
+        if self._names != (tenant, session):  # blocks come in runs
+            owner = self._tenant(tenant)
+            self._owner = owner, self._session(owner, session) if session else None
+            self._names = tenant, session
+        self._owner_of[block_id], self._session_of[block_id] = self._owner
+        if not session:
+            self._num_nameless += 1
 
     def begin_turn(self, block_ids: Sequence[BlockId], tenant: str, session: bytes) -> None:
         """Begin a request: learn its session's gap, and take the blocks that it found from all other sessions."""
@@ -164,11 +170,12 @@ class EvictionQueue:
             owner = self._tenant(tenant)
             own = self._session(owner, session)
             owner.sessions.move_to_end(session)
+            self._names = None  # it may have been forgotten, and is another one now
             self._learn_gap(owner, own)
         session_of = self._session_of
         for block_id in block_ids:
             other = session_of[block_id]
-            if other is not None and other is not own:
+            if other is not own and other is not None:
                 other.blocks.pop(block_id, None)
                 session_of[block_id] = None
 
@@ -189,21 +196,21 @@ class EvictionQueue:
         self._released_at = now = max(self._clock(), self._released_at + _TICK_S)
         owner_of = self._owner_of
         session_of = self._session_of
-        used: dict[_Session, _Tenant] = {}
+        had: dict[_Session, tuple[_Tenant, int]] = {}
         last: _Session | None = None
         for block_id in block_ids:
             owner_of[block_id].blocks[block_id] = now
             session = session_of[block_id]
             if session is not None:
-                session.blocks[block_id] = None
-                session.turn_blocks += 1
                 if session is not last:
-                    used[session] = owner_of[block_id]
+                    had.setdefault(session, (owner_of[block_id], len(session.blocks)))
                     last = session
+                session.blocks[block_id] = None
         owner_of[block_ids[0]].used_at = now
         self._num += len(block_ids)
-        for session, tenant in used.items():
+        for session, (tenant, num_before) in had.items():
             session.used_at = now
+            session.turn_blocks += len(session.blocks) - num_before
             self._plain_lru.use(session, session.turn_blocks, now)
             if session.gap_s != session.listed_s:
                 self._num_listed += 1
@@ -240,10 +247,11 @@ class EvictionQueue:
         now = self._clock()
         out: list[BlockId] = []
         while len(out) < count:
-            block_id, released_at = next(iter(blocks.items()))
-            if longest is not None and longest.listed_s > now - released_at:
+            if longest is None or longest.listed_s <= now - _oldest(tenant):
+                block_id, _ = blocks.popitem(last=False)
+            else:
                 block_id = next(iter(longest.blocks))
-            del blocks[block_id]
+                del blocks[block_id]
             session = session_of[block_id]
             if session is not None:
                 del session.blocks[block_id]
@@ -327,6 +335,7 @@ class EvictionQueue:
         used = {id(tenant) for tenant in self._owner_of}
         self._tenants = {name: each for name, each in self._tenants.items() if not name or id(each) in used}
         self._max_tenants = max(_MAX_IDLE, 2 * len(self._tenants))
+        self._names = None
 
 
 def _oldest(tenant: _Tenant) -> float:

@@ -194,6 +194,7 @@ async def test_a_reader_with_other_kv_is_refused_by_the_field(cluster, field, va
         ({"request_id": ""}, "request_id"),
         ({"request_id": "x" * 300}, "request_id"),
         ({"num_held_tokens": 200}, "num_held_tokens"),
+        ({"session_key": bytes(17)}, "session_key"),
         ({"num_output_tokens": 200}, "num_output_tokens"),
         ({"prompt_token_ids": pack_ids([10, 999_999])}, None),
         ({"sampling": common_pb2.SamplingParams(top_p=3.0)}, None),
@@ -206,6 +207,21 @@ async def test_a_wrong_prefill_is_refused_before_it_takes_a_block(cluster, chang
     assert isinstance(error, InvalidRequestError)
     assert error.field if field is None else error.field == field
     assert await active(prefill) == 0
+
+
+async def test_a_conversations_key_reaches_the_pools_of_both_instances(cluster):
+    sampling = sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    async with open_channel(cluster.decode[0].address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        async for _ in stub.Generate(generate_request(cluster, sampling=sampling, session_key=b"8 bytes!")):
+            pass
+        error = await refusal(stub.Generate(generate_request(cluster, session_key=bytes(17))))
+        assert error.field == "session_key"
+    await settle(cluster)
+    for instance in (*cluster.prefill, *cluster.decode):
+        core = instance.context.engine.core
+        (tenant,) = core._pool._cached._tenants.values()
+        assert [len(session.blocks) for session in tenant.sessions.values()] == [core.stats().blocks_cached]
 
 
 async def test_roles_do_what_they_are_for(cluster):

@@ -138,3 +138,15 @@ async def test_a_choice_by_cost_reaches_decode_and_what_it_reports_is_learnt(wor
     assert speeds is not None
     assert speeds.output_tokens == pytest.approx(8.0), "every request generated eight tokens"
     router.assert_nothing_held()
+
+
+async def test_instances_get_a_key_of_the_session_and_not_its_name(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster(await world.prefills(1), [decode])
+    for name in ("", "private name", "private name", "other"):
+        await run(router, replace(make_request(f"r{len(decode.state.requests)}"), session=name))
+    none, first, again, other = (request.session_key for request in decode.state.requests)
+    assert none == b""
+    assert first == again != other
+    assert {len(first), len(other)} == {8}
+    assert b"private" not in decode.state.requests[1].SerializeToString()
