@@ -211,8 +211,8 @@ class BlockPool:
 
         Args:
             block_ids: Blocks that it found; those of other sessions belong to none from now on.
-            tenant: Its tenant; empty: none.
-            session: Key of its conversation; empty: none.
+            tenant: Tenant of the request; empty: no tenant.
+            session: Key of the request's conversation; empty: none.
         """
         self._cached.begin_turn(block_ids, tenant, session)
 

@@ -56,7 +56,7 @@ class _Session:
         self.used_at = 0.0
 
     def is_listed(self, gap_s: float) -> bool:
-        """Whether a list's entry with this gap is valid; one without blocks is to be listed anew when it has some."""
+        """Whether a list's entry with this gap is valid; one without blocks must be listed again when it has some."""
         if gap_s != self.listed_s:
             return False
         if not self.blocks:
