@@ -415,10 +415,10 @@ class Scheduler:
             if blocks == sequence.state_blocks or sequence.num_computed < copy.num_tokens:
                 continue  # they are for a reader, or of a sequence that ended in error or was preempted
             name = sequence.hash_blocks(copy.num_tokens, self._block_size)[-1]
-            owner = sequence.group.request.tenant
-            tenant = owner.id if owner is not None else ""
+            request = sequence.group.request
+            tenant, session = request.tenant_id, request.session_key
             for block, block_hash in zip(blocks, state_hashes(name, len(blocks)), strict=True):
-                self._pool.commit(block, block_hash, None, tenant=tenant, group=_STATES)
+                self._pool.commit(block, block_hash, None, tenant=tenant, session=session, group=_STATES)
 
     def release_states(self, plan: StepPlan) -> None:
         """Release the blocks of a step's snapshots, once."""

@@ -22,6 +22,7 @@ def run_rounds(core: EngineCore, rounds: int, *, named: bool) -> tuple[list[list
     prompts = [[3 + (7 * i + j) % 200 for j in range(BLOCKS * BLOCK_SIZE - 2)] for i in range(NUM_SESSIONS)]
     answers: list[list[int]] = []
     before = 0
+    core._pool._cached._clock = lambda: float(len(answers))  # a second per request, however busy the machine is
     for number in range(rounds):
         before = core.stats().prefix_hit_tokens
         for i, prompt in enumerate(prompts):
