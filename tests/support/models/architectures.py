@@ -249,7 +249,10 @@ def read_table(text: str) -> dict[str, tuple[str, ...]]:
 
 def division_notes(refusals: dict[str, str]) -> list[str]:
     """What a row's notes say of ``tp`` and ``pp``: why not."""
-    return [f"{name}: {why}" for name, why in refusals.items() if why]
+    reasons = {name: why.removeprefix("its ") for name, why in refusals.items() if why}
+    if len(reasons) == 2 and len(set(reasons.values())) == 1:
+        return [f"tp, pp: {reasons['tp']}"]
+    return [f"{name}: {why}" for name, why in reasons.items()]
 
 
 def refusals_of_two_ranks(folder: Path) -> dict[str, str]:

@@ -484,7 +484,7 @@ def _check_plan(model: LoadedModel) -> str:
     after = list(plan)[list(plan).index("layers") + 1 :] if layers else []
     why = needed_across_stages(model.text_config)
     if not layers or not set(layers[0]) <= known or layers[1] != ["hidden_states"] or len(after) != 1:
-        why = "transformers has no plan for it"
+        why = "transformers has no plan"
     elif not isinstance(getattr(base, "layers", None), nn.ModuleList) or not hasattr(base, after[0]):
         why = why or "no list of layers"
     if why:
