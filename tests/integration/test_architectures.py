@@ -147,7 +147,8 @@ async def test_equal_in_every_way_or_refused_with_the_reason(case: Case, tmp_pat
     # Without the two ranks' forward, which gen_models_docs.py runs: every refusal is known before one.
     refusals = refusals_of_two_ranks(tmp_path)
     assert {"tp": tp, "pp": pp} == {name: "no" if why else "yes" for name, why in refusals.items()}
-    assert [note for note in notes.split("; ") if note.startswith(("tp: ", "pp: ", "tp, pp: "))] == division_notes(refusals)
+    division = [note for note in notes.split("; ") if note.startswith(("tp: ", "pp: ", "tp, pp: "))]
+    assert division == division_notes(refusals)
     prompts = prompts_of(found.longest)
     expected = generate(found.model, prompts, NEW_TOKENS)
     check_alone_batched_and_cached(tmp_path, prompts, expected)

@@ -239,7 +239,7 @@ def test_heads_are_divided_and_shared_where_there_are_too_few(wholes: Any, name:
         ("llama", 8, 1, "tp", "4 query heads"),
         ("llama", 1, 5, "pp", "4 layers"),
         ("phi3", 3, 1, "tp", "query heads|KV heads"),
-        ("gpt_neox", 2, 1, "tp", "its attention has a query_key_value"),
+        ("gpt_neox", 2, 1, "tp", "its attention has query_key_value"),
         ("olmo2", 8, 1, "tp", "4 query heads"),
         ("gpt2", 1, 2, "pp", "no plan"),
     ],

@@ -248,7 +248,7 @@ class _Splitter:
                 else:
                     self._head_norm(module, name, spec, kv_heads, num_kv_heads)
             elif name not in WHOLE_PROJECTIONS and _has_weights(child):
-                raise self._refuse(f"its attention has a {name}")
+                raise self._refuse(f"its attention has {name}")
         separate = names & QUERY_PROJECTIONS and names & KEY_VALUE_PROJECTIONS
         if "o_proj" not in names or not (separate or JOINED_PROJECTION in names):
             raise self._refuse(f"its attention has only {', '.join(sorted(names))}")
