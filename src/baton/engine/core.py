@@ -104,7 +104,8 @@ class EngineCore:
             self.arena.generations[:pool_blocks],
             self._events.append if on_events else None,
             tenant_share=config.tenant_cache_share,
-            groups=2 if state_blocks else layout.num_groups,
+            groups=layout.num_groups,
+            state_blocks=state_blocks,
         )
         groups = WindowGroups(layout.groups, pool_blocks, self._block_size)
         self._bridge = ConnectorBridge(connector, self._pool, self._block_size)

@@ -50,7 +50,7 @@ from baton.engine.sequence import PrefixHit, Sequence, SequenceState, SortKey, W
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
 from baton.errors import InternalError
 from baton.hashing import state_hashes
-from baton.kv_cache.block_pool import BlockPool
+from baton.kv_cache.block_pool import STATES, BlockPool
 from baton.types import BACKGROUND_PRIORITY, BlockHash, BlockId, FinishReason
 
 
@@ -231,8 +231,6 @@ MOST_QUERIES = 32
 PROMPT_LOGPROB_ROWS = 64
 """Prompt tokens of a step whose log probabilities are computed: each takes a row of logits."""
 
-_STATES = 1
-"""Group of the pool's blocks that hold snapshots of recurrent states; models that have some have no layer groups."""
 _FIRST_KEY: SortKey = (-(2**31), -1, -1)
 """Sort key before all sequences."""
 _by_key = attrgetter("key")
@@ -387,7 +385,7 @@ class Scheduler:
                 self._plan_save(plan, sequence, sequence.state_blocks, end)
             if self._caching and end == self._next_snapshot(sequence):
                 name = sequence.hash_blocks(end, self._block_size)[-1]
-                if self._pool.find([name], _STATES) == [None]:
+                if self._pool.find([name], STATES) == [None]:
                     blocks = self._pool.allocate(self._num_state_blocks) or []
                     plan.state_blocks += blocks
                     self._plan_save(plan, sequence, blocks, end)
@@ -418,7 +416,7 @@ class Scheduler:
             request = sequence.group.request
             tenant, session = request.tenant_id, request.session_key
             for block, block_hash in zip(blocks, state_hashes(name, len(blocks)), strict=True):
-                self._pool.commit(block, block_hash, None, tenant=tenant, session=session, group=_STATES)
+                self._pool.commit(block, block_hash, None, tenant=tenant, session=session, group=STATES)
 
     def release_states(self, plan: StepPlan) -> None:
         """Release the blocks of a step's snapshots, once."""
@@ -685,9 +683,9 @@ class Scheduler:
     def _with_snapshot(self, hit: PrefixHit, hashes: SequenceOf[BlockHash]) -> PrefixHit:
         """Return the longest part of a cached prefix after which there is a snapshot of the recurrent states."""
         for length in range(len(hit.block_ids), 0, -1):
-            if self._pool.find(hashes[length - 1 : length], _STATES) == [None]:
+            if self._pool.find(hashes[length - 1 : length], STATES) == [None]:
                 continue
-            found = self._pool.find(state_hashes(hashes[length - 1], self._num_state_blocks), _STATES)
+            found = self._pool.find(state_hashes(hashes[length - 1], self._num_state_blocks), STATES)
             snapshot = [block for block in found if block is not None]
             if len(snapshot) == len(found):
                 return PrefixHit(hit.block_ids[:length], [], snapshot)

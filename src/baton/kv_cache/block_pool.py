@@ -21,7 +21,11 @@ import numpy.typing as npt
 from baton.errors import InternalError
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.kv_cache.eviction import EvictionQueue
+from baton.kv_cache.usable_prefixes import UsablePrefixes
 from baton.types import BlockHash, BlockId
+
+STATES = 1
+"""Group of the blocks that hold snapshots of recurrent states; models that have some have no layer groups."""
 
 
 class PrefixCache:
@@ -142,6 +146,7 @@ class BlockPool:
         tenant_share: float = 0.0,
         groups: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        state_blocks: int = 0,
     ) -> None:
         """Begin with all blocks blank.
 
@@ -149,10 +154,12 @@ class BlockPool:
             num_blocks: Number of blocks in the pool, with ids 0 to ``num_blocks - 1``.
             generations: Generation of each block, uint64 [num_blocks], shared with one-sided readers: raised before a
                 block gets another user.
-            on_event: Called with every change of the prefix cache of the first layer group.
+            on_event: Called with every change of the prefix cache of the first layer group, or of what of it is usable.
             tenant_share: Part of the pool that is divided among tenants with cached blocks, 0 to 1.
             groups: Number of layer groups that have blocks of their own for the same hash.
             clock: Monotonic clock in seconds.
+            state_blocks: Number of blocks of a snapshot of recurrent states, which are group :data:`STATES` then; 0:
+                there are none.
         """
         if len(generations) != num_blocks:
             raise InternalError(f"{len(generations)} generations for {num_blocks} blocks")
@@ -161,8 +168,17 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._blank = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._cached = EvictionQueue(num_blocks, tenant_share, clock)
+        self._usable: UsablePrefixes | None = None
+        if state_blocks and on_event is not None:
+            self._usable = UsablePrefixes(on_event, state_blocks)
+            self._cache = PrefixCache(num_blocks, self._usable.on_kv_event)
+            self._caches = [self._cache, PrefixCache(num_blocks, self._usable.on_state_event)]
+            return
         self._cache = PrefixCache(num_blocks, on_event)
-        self._caches = [self._cache, *(PrefixCache(num_blocks) for _ in range(1, groups))]
+        self._caches = [
+            self._cache,
+            *(PrefixCache(num_blocks) for _ in range(1, STATES + 1 if state_blocks else groups)),
+        ]
 
     @property
     def num_free(self) -> int:
@@ -304,8 +320,9 @@ class BlockPool:
         return len(unused)
 
     def snapshot(self) -> list[BlocksStored]:
-        """Return the cached chains, parents before children."""
-        return self._cache.snapshot()
+        """Return the cached chains, parents before children; with recurrent states what of them is usable."""
+        runs = self._cache.snapshot()
+        return runs if self._usable is None else self._usable.usable(runs)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Check that free lists, references and cache agree.
