@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with (
         running_up(
             "--ratio", options.ratio, "--model", str(folder), "--served-model-name", "baton", "--threads", "1",
-            "--kv-blocks", "4096", "--router-args", "--speculative-prefill",
+            "--kv-blocks", "4096", "--router-args=--speculative-prefill",
         ) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", timeout=600) as client,
     ):  # fmt: skip
