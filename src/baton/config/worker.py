@@ -115,13 +115,13 @@ class EngineConfig:
     state_every: int = option(2048, "tokens between snapshots of recurrent states, which a cached prefix needs, too")
     layer_groups: bool = option(
         True,
-        "models with sliding-window layers beside others: blocks per group of layers, so that those are given back "
-        "that no window reaches any more; on decode instances without a KV store or other connectors, and in LLM",
+        "models with sliding-window layers beside others: blocks per group of layers, given back when no window "
+        "reaches them; on decode instances without a KV store or other connectors, and in LLM",
     )
     tenant_cache_share: float = option(
         0.5,
-        "part of the KV pool that is divided equally among tenants with API keys: what a tenant has cached within its "
-        "part goes after what others have beyond theirs; 0: the least recently used go, whichever tenant cached them",
+        "part of the KV pool that is divided equally among tenants with API keys: what is cached within it goes after "
+        "what others have beyond theirs; 0: the least recently used go",
     )
     kv_load_failure: str = option(
         "recompute",
@@ -302,9 +302,8 @@ class WorkerConfig(ServiceConfig):
     )
     kvstore: str = option(
         "",
-        "KV store to load from and save to: host:port of its node or, with commas, of all its nodes; discover, for "
-        "nodes that register in --redis; redis://..., redis+cluster://... or mooncake://... for what keeps blocks "
-        "without a KV store process; default: none",
+        "KV store to load from and save to: host:port of its nodes; discover: those that register in --redis; "
+        "redis://..., redis+cluster://... or mooncake://... without a KV store process; default: none",
         secret=True,
     )
     kvstore_replication: int = option(1, "nodes of the KV store that get each block; 1 or 2")
