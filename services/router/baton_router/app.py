@@ -215,6 +215,7 @@ def _build_pipeline(config: RouterConfig, cluster: _Cluster, metrics: ServiceMet
         admission=dispatcher.admission,
         grammars=grammars,
     )
+    processor.max_retention_s = config.max_retention_s
     processor.dialects = ModelDialects(config.tool_dialect, config.reasoning_dialect)
     tickets = TicketDesk(read_ticket_key(config.ticket_key_file), processor, dispatcher, metrics)
     return _Pipeline(tokenizers, grammars, spans, decisions, turns, dispatcher, processor, tickets)

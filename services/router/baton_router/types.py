@@ -111,6 +111,8 @@ class RoutedRequest(msgspec.Struct):
         ttft_ms: Target of the time to first token, in milliseconds from arrival; ``None``: none.
         itl_ms: Target of the time between two tokens, in milliseconds; ``None``: none.
         expected_tokens: Tokens of output per sequence that are expected, at most ``max_tokens``; ``None``: unknown.
+        retention_s: Seconds for which eviction is asked to spare the conversation's KV, within the operator's bound;
+            below 0: this is its last request.
         tenant: Name of the tenant for fairness.
         arrived: Time of arrival by ``time.perf_counter()``; 0: just now.
         output_token_ids: Tokens generated elsewhere so far; only with ``n`` = 1.
@@ -125,6 +127,7 @@ class RoutedRequest(msgspec.Struct):
     cache_salt: str = ""
     priority: int = 0
     session: str = ""
+    retention_s: float = 0.0
     ttft_ms: float | None = None
     itl_ms: float | None = None
     expected_tokens: int | None = None

@@ -46,6 +46,7 @@ class RouterConfig(ServiceConfig):
         "what a block in a slower tier, or in the KV store, counts beside one in device memory",
     )
     session_overload: float = option(3.0, "load relative to the mean from which a session leaves its home")
+    max_retention_s: float = option(3600.0, "longest time for which requests may ask to spare KV; 0: never")
     policy_options: tuple[str, ...] = option((), "key=value pairs for a policy that a package registered")
     policy_seed: int | None = option(None, "seed of the policy's random choices; default: random")
     remote_prefill_threshold: int | None = option(
@@ -244,7 +245,13 @@ class RouterConfig(ServiceConfig):
         more_than_0 = ("request_timeout_s", "lease_ttl_s", "probe_interval_s", "probe_timeout_s", "reconnect_max_s")
         require(self, (*more_than_0, "breaker_open_s", "queue_timeout_s"), lambda x: x > 0, "be above 0")
         require_at_least(
-            self, 0, "no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"
+            self,
+            0,
+            "max_retention_s",
+            "no_instance_wait_s",
+            "drain_timeout_s",
+            "index_stale_limit_s",
+            "index_decision_ttl_s",
         )
 
     def _check_discovery(self) -> None:

@@ -207,6 +207,7 @@ class ConnectorBridge:
             priority=request.priority,
             tenant=request.tenant,
             session_key=request.session_key,
+            retention_s=request.retention_s,
             prefilled=prefilled,
             adapter=request.adapter,
             traceparent=request.traceparent,

@@ -31,6 +31,7 @@ class EngineRequest:
         priority: Lower runs first.
         tenant: Owner of the request's blocks; ``None``: none.
         session_key: The same in all requests of a conversation; empty: unknown.
+        retention_s: Seconds for which eviction should spare the conversation's KV; below 0: this is its last request.
         prefilled: Instance that already holds the prompt's KV; ``None``: none.
         constraint: Compiled grammar of ``sampling``, advanced by ``output_token_ids``; compiled by the caller.
         adapter: Id of the adapter whose KV this is, part of the request's block hashes; ``None``: the model's own.
@@ -48,6 +49,7 @@ class EngineRequest:
     threshold: int | None = None
     tenant: Tenant | None = None
     session_key: bytes = b""
+    retention_s: float = 0.0
     prefilled: PrefilledPrompt | None = None
     adapter: str | None = None
     constraint: Constraint | None = None

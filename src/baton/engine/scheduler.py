@@ -647,7 +647,7 @@ class Scheduler:
             return None
         if not sequence.group.admitted_ns:
             request = sequence.group.request
-            self._pool.begin_turn(prefix.all_blocks, request.tenant_id, request.session_key)
+            self._pool.begin_turn(prefix.all_blocks, request.tenant_id, request.session_key, request.retention_s)
         self._pool.acquire(prefix.all_blocks)
         sequence.attach_prefix(prefix, self._groups.new_tables(), self._block_size)
         sequence.append_blocks(self._pool.allocate(need) or ())

@@ -222,15 +222,17 @@ class BlockPool:
         self._generations[ids] += np.uint64(1)
         return ids
 
-    def begin_turn(self, block_ids: Sequence[BlockId], tenant: str, session: bytes) -> None:
+    def begin_turn(self, block_ids: Sequence[BlockId], tenant: str, session: bytes, retention_s: float = 0.0) -> None:
         """Begin a request of a conversation; call it before :meth:`acquire`.
 
         Args:
             block_ids: Blocks that it found; those of other sessions belong to none from now on.
             tenant: Tenant of the request; empty: no tenant.
-            session: Key of the request's conversation; empty: none.
+            session: Key of the request's conversation; empty: none, then its hint has no effect.
+            retention_s: Seconds for which the conversation's blocks are to be spared from their release on, a hint;
+                below 0: this is its last request, its blocks are evicted first.
         """
-        self._cached.begin_turn(block_ids, tenant, session)
+        self._cached.begin_turn(block_ids, tenant, session, retention_s)
 
     def acquire(self, block_ids: Sequence[BlockId]) -> None:
         """Add a reference to blocks that :meth:`match` found or that have one already."""

@@ -116,6 +116,7 @@ class LoadRequest:
         priority: Priority of the request.
         tenant: Tenant that owns the blocks; ``None``: no tenant.
         session_key: The same in all requests of a conversation; empty: unknown.
+        retention_s: Seconds for which eviction should spare the conversation's KV; below 0: this is its last request.
         prefilled: Where the prompt's KV waits; ``None``: it was not computed beforehand.
         adapter: Id of the adapter whose KV is wanted; ``hashes`` begin with it. ``None``: the model's own.
         traceparent: W3C trace context of the load; empty: not traced.
@@ -132,6 +133,7 @@ class LoadRequest:
     priority: int = 0
     tenant: Tenant | None = None
     session_key: bytes = b""
+    retention_s: float = 0.0
     prefilled: PrefilledPrompt | None = None
     adapter: str | None = None
     traceparent: str = ""

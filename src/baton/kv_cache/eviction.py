@@ -11,6 +11,9 @@ other words: the victim is what has the greatest max(idle time, usual gap). Bloc
 system prompt, belong to none. All this happens only while such forecasts are right: in most of the last cases the
 session came back so late that LRU would have dropped it. A session can therefore only lose blocks earlier than by
 recency, never keep them longer. Without names of sessions this is LRU.
+
+**Hints** of requests: a session's blocks are spared for a time (retention), up to an eighth of its tenant's equal part
+of the pool; or the session ends, and its blocks go first.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ _TRUST_WEIGHT = 0.05
 """Weight of the last forecast in a tenant's trust."""
 _TRUSTED = 0.5
 """Share of right forecasts from which on gaps count."""
+_KEPT_SHARE = 0.125
+"""Share of a tenant's equal part of the pool up to which hints keep blocks."""
 _MIN_LIST = 64
 """Entries from which on a list is cleared of void ones."""
 _TICK_S = 1e-6
@@ -42,13 +47,18 @@ _TICK_S = 1e-6
 
 
 class _Session:
-    __slots__ = ("blocks", "gap_s", "listed_s", "turn_blocks", "used_at")
+    __slots__ = ("blocks", "gap_s", "kept_until", "listed_s", "num_kept", "retention_s", "turn_blocks", "used_at")
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[BlockId, None] = OrderedDict()
         """Its free cached blocks, the least recently used first."""
         self.gap_s = 0.0
         """Usual time between its requests; 0: unknown."""
+        self.retention_s = 0.0
+        """For how long its blocks are to be spared after their release; below 0: it has ended."""
+        self.kept_until = -math.inf
+        self.num_kept = 0
+        """Number of its blocks that count as kept by its tenant."""
         self.listed_s = 0.0
         """The gap under which its tenant lists it; 0: it doesn't."""
         self.turn_blocks = 0
@@ -92,7 +102,7 @@ class _PlainLru:
 class _Tenant:
     # An ``OrderedDict`` is a linked list with a hash index in C: to remove the oldest entry, to add the youngest and to
     # remove one from the middle (a prefix hit) are each O(1) and about 0.1 us.
-    __slots__ = ("blocks", "by_gap", "sessions", "trust", "used_at")
+    __slots__ = ("blocks", "by_gap", "num_kept", "sessions", "trust", "used_at")
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[BlockId, float] = OrderedDict()
@@ -103,6 +113,8 @@ class _Tenant:
         """Heap of sessions, the longest gap first; an entry whose gap is not the listed one is void."""
         self.trust = 0.0
         """Share of right forecasts among the last ones."""
+        self.num_kept = 0
+        """Number of blocks that hints keep."""
         self.used_at = 0.0
 
     def enlist(self, session: _Session, number: int) -> None:
@@ -163,8 +175,15 @@ class EvictionQueue:
         if not session:
             self._num_nameless += 1
 
-    def begin_turn(self, block_ids: Sequence[BlockId], tenant: str, session: bytes) -> None:
-        """Begin a request: learn its session's gap, and take the blocks that it found from all other sessions."""
+    def begin_turn(self, block_ids: Sequence[BlockId], tenant: str, session: bytes, retention_s: float = 0.0) -> None:
+        """Begin a request: learn its session's gap, and take the blocks that it found from all other sessions.
+
+        Args:
+            block_ids: Blocks that it found.
+            tenant: Tenant of the request; empty: no tenant.
+            session: Key of the request's conversation; empty: none, then its hint has no effect.
+            retention_s: Seconds for which the session's blocks are to be spared; below 0: this is its last request.
+        """
         own = None
         if session:
             owner = self._tenant(tenant)
@@ -172,11 +191,16 @@ class EvictionQueue:
             owner.sessions.move_to_end(session)
             self._names = None  # it may have been forgotten, and is another one now
             self._learn_gap(owner, own)
+            _end_keeping(owner, own)
+            own.retention_s = retention_s
+            if retention_s < 0:
+                _put_first(owner, own)
         session_of = self._session_of
         for block_id in block_ids:
             other = session_of[block_id]
             if other is not own and other is not None:
                 other.blocks.pop(block_id, None)
+                _end_keeping(self._owner_of[block_id], other)
                 session_of[block_id] = None
 
     def _learn_gap(self, tenant: _Tenant, session: _Session) -> None:
@@ -212,7 +236,11 @@ class EvictionQueue:
             session.used_at = now
             session.turn_blocks += len(session.blocks) - num_before
             self._plain_lru.use(session, session.turn_blocks, now)
-            if session.gap_s != session.listed_s:
+            if session.retention_s < 0:
+                _put_first(tenant, session)
+            elif session.retention_s > 0 and self._keep(tenant, session, now):
+                session.listed_s = 0.0
+            elif session.gap_s != session.listed_s:
                 self._num_listed += 1
                 tenant.enlist(session, self._num_listed)
         if self._num_nameless:
@@ -246,6 +274,7 @@ class EvictionQueue:
         longest = tenant.longest() if tenant.trust >= _TRUSTED else None
         now = self._clock()
         out: list[BlockId] = []
+        num_spared = 0
         while len(out) < count:
             if longest is None or longest.listed_s <= now - _oldest(tenant):
                 block_id, _ = blocks.popitem(last=False)
@@ -254,7 +283,13 @@ class EvictionQueue:
                 del blocks[block_id]
             session = session_of[block_id]
             if session is not None:
+                if session.num_kept and session.kept_until > now and num_spared < len(blocks):
+                    blocks[block_id] = now
+                    num_spared += 1
+                    continue
                 del session.blocks[block_id]
+                if session.num_kept:
+                    _end_keeping(tenant, session)
                 if session is longest and not session.blocks:
                     longest = tenant.longest()
             out.append(block_id)
@@ -295,6 +330,7 @@ class EvictionQueue:
             session = self._session_of[block_id]
             if session is not None:
                 session.blocks.clear()
+                _end_keeping(self._owner_of[block_id], session)
         self._num = 0
         return everything
 
@@ -313,6 +349,21 @@ class EvictionQueue:
             free = BlockId(block_id) in self._owner_of[block_id].blocks
             if session is not None and (BlockId(block_id) in session.blocks) != free:
                 raise AssertionError("a cached block is not in its session's queue, or one in use is")
+        sessions = {session for session in self._session_of if session is not None}
+        if sum(session.num_kept for session in sessions) != sum(each.num_kept for each in self._tenants.values()):
+            raise AssertionError("the blocks that hints keep are counted wrongly")
+
+    def _keep(self, tenant: _Tenant, session: _Session, now: float) -> bool:
+        """Keep a session's blocks for the time that it asked for; return whether its tenant may keep so many."""
+        lately = now - IDLE_S
+        num_active = max(1, sum(other.used_at > lately for other in self._tenants.values()))
+        _end_keeping(tenant, session)
+        if tenant.num_kept + len(session.blocks) > _KEPT_SHARE * len(self._owner_of) / num_active:
+            return False
+        session.num_kept = len(session.blocks)
+        tenant.num_kept += session.num_kept
+        session.kept_until = now + session.retention_s
+        return True
 
     def _tenant(self, tenant: str) -> _Tenant:
         owner = self._tenants.get(tenant if self._share else "")
@@ -327,7 +378,7 @@ class EvictionQueue:
         if session is None:
             session = tenant.sessions[key] = _Session()
             while len(tenant.sessions) > max(1, MAX_SESSIONS // len(self._tenants)):
-                tenant.sessions.popitem(last=False)
+                _end_keeping(tenant, tenant.sessions.popitem(last=False)[1])
         return session
 
     def _remove_idle_tenants(self) -> None:
@@ -336,6 +387,18 @@ class EvictionQueue:
         self._tenants = {name: each for name, each in self._tenants.items() if not name or id(each) in used}
         self._max_tenants = max(_MAX_IDLE, 2 * len(self._tenants))
         self._names = None
+
+
+def _end_keeping(tenant: _Tenant, session: _Session) -> None:
+    tenant.num_kept -= session.num_kept
+    session.num_kept = 0
+
+
+def _put_first(tenant: _Tenant, session: _Session) -> None:
+    """Have a session's free blocks evicted before all others, those at its end first."""
+    for block_id in reversed(session.blocks):
+        tenant.blocks[block_id] = -math.inf
+        tenant.blocks.move_to_end(block_id, last=False)
 
 
 def _oldest(tenant: _Tenant) -> float:

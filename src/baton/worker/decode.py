@@ -178,6 +178,7 @@ def _engine_request(request: worker_pb2.GenerateRequest, traceparent: str) -> En
         priority=request.priority,
         tenant=tenant_from_pb(request.tenant),
         session_key=session_key_from_pb(request.session_key),
+        retention_s=request.retention_s,
         candidates=tuple(request.prefill_candidates),
         threshold=request.remote_prefill_threshold if request.HasField("remote_prefill_threshold") else None,
         prefilled=PrefilledPrompt(request.prefilled.address, request.prefilled.key)
@@ -238,6 +239,7 @@ class _PrefillDialer:
                 cache_salt=request.cache_salt,
                 tenant=tenant_to_pb(request.tenant),
                 session_key=request.session_key,
+                retention_s=request.retention_s,
                 priority=request.priority,
                 trace_context={"traceparent": span.traceparent} if span.traceparent else None,
                 claim=None if claim is None else worker_pb2.PrefillClaim(key=claim),

@@ -316,6 +316,7 @@ class PrefillRole(InstanceRole):
             priority=request.priority,
             tenant=tenant_from_pb(request.tenant),
             session_key=session_key_from_pb(request.session_key),
+            retention_s=request.retention_s,
             traceparent=span.traceparent,
         )
 

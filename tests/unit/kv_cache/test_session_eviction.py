@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,11 +25,11 @@ class Pool:
         self.now_s = 1000.0
         self.pool = BlockPool(num_blocks, np.zeros(num_blocks, np.uint64), tenant_share=share, clock=lambda: self.now_s)
 
-    def serve(self, hashes: Sequence[BlockHash], session: str = "", tenant: str = "") -> int:
+    def serve(self, hashes: Sequence[BlockHash], session: str = "", tenant: str = "", retention_s: float = 0.0) -> int:
         """Serve a request; return how many of its blocks were found."""
         self.now_s += 1.0
         found = self.pool.match(hashes)
-        self.pool.begin_turn(found, tenant, session.encode())
+        self.pool.begin_turn(found, tenant, session.encode(), retention_s)
         self.pool.acquire(found)
         new = self.pool.allocate(len(hashes) - len(found))
         assert new is not None
@@ -119,6 +120,50 @@ def test_many_names_keep_nothing_longer_than_recency_would() -> None:
         assert [len(pool.pool.match(PROMPTS[i])) for i in range(8)] == [0] * 6 + [10] * 2
 
 
+def test_a_retention_hint_spares_a_session_until_its_time_is_over() -> None:
+    pool = Pool(80)
+    pool.serve(PROMPTS[0], "kept", retention_s=60.0)
+    for at in range(20):
+        pool.serve(PROMPTS[1 + at % 11])
+    assert len(pool.pool.match(PROMPTS[0])) == 10
+    pool.now_s += 60.0
+    for at in range(8):
+        pool.serve(PROMPTS[1 + at])
+    assert pool.pool.match(PROMPTS[0]) == []
+    assert pool.pool._cached._tenants[""].num_kept == 0
+
+
+def test_hints_keep_an_eighth_of_a_tenants_part_and_stop_nobody() -> None:
+    pool = Pool(160, share=0.5)
+    for i in range(8):
+        pool.serve(PROMPTS[i], f"s{i}", "greedy", retention_s=1e6)
+    assert pool.pool._cached._tenants["greedy"].num_kept == 20  # an eighth of 160
+    assert pool.serve(chain(*range(9000, 9150)), tenant="other") == 0  # all but ten blocks
+    pool.serve(chain(*range(8000, 8160)), tenant="other")  # even kept ones go where there are no others
+    assert pool.pool._cached._tenants["greedy"].num_kept == 0
+
+
+def test_a_session_that_ends_goes_first_and_one_that_goes_on_does_not() -> None:
+    for last, tenant in ((-1.0, ""), (-1.0, "t"), (0.0, "")):
+        pool = Pool(80, share=0.5)
+        for i in range(7):
+            pool.serve(PROMPTS[i], f"s{i}", tenant)
+        pool.serve(PROMPTS[7], "sub-agent", tenant, retention_s=last)
+        pool.serve(PROMPTS[8], "s8", tenant)
+        assert (len(pool.pool.match(PROMPTS[7])) == 0) == (last < 0)
+        assert (len(pool.pool.match(PROMPTS[0])) == 10) == (last < 0)
+
+
+def test_the_end_of_a_session_may_come_with_a_request_of_its_own() -> None:
+    pool = Pool(80)
+    for i in range(7):
+        pool.serve(PROMPTS[i], f"s{i}")
+    pool.pool.begin_turn([], "", b"s5", -1.0)
+    pool.serve(PROMPTS[8])
+    pool.serve(PROMPTS[9])
+    assert [len(pool.pool.match(PROMPTS[i])) for i in (0, 5, 6)] == [10, 0, 10]
+
+
 class PlainLru:
     """A pool in which cached blocks go by recency, as one would write it down."""
 
@@ -158,10 +203,11 @@ def test_without_names_it_is_lru(requests: list[tuple[list[int], str]], size: in
 def test_with_names_the_books_are_right(
     requests: list[tuple[list[int], str]], size: int, share: float, trusted: bool
 ) -> None:
+    hints = itertools.cycle([0.0, 5.0, 0.0, -1.0, 100.0])
     pool = Pool(size, share)
     for at, (tokens, session) in enumerate(requests):
         if trusted:
             for tenant in pool.pool._cached._tenants.values():
                 tenant.trust = 1.0
-        pool.serve(chain(*tokens), session, "tu"[at % 2])
+        pool.serve(chain(*tokens), session, "tu"[at % 2], next(hints))
         pool.now_s += len(tokens)

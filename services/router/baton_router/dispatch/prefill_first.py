@@ -168,6 +168,7 @@ class PrefillFirst:
             priority=request.priority,
             tenant=None if request.account is None else request.account.message,
             session_key=request.session_key,
+            retention_s=request.retention_s,
             trace_context={"traceparent": request.span.traceparent} if request.span.traceparent else None,
         )
         self._asked = instance

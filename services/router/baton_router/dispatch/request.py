@@ -516,6 +516,7 @@ class RequestRun:
             message.tenant.CopyFrom(request.account.message)
         if request.session:
             message.session_key = request.session_key
+            message.retention_s = request.retention_s
         if request.span.context is not None:
             message.trace_context["traceparent"] = request.span.traceparent
         if (threshold := placement.remote_threshold) is not None:

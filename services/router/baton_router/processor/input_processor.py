@@ -93,6 +93,7 @@ class InputProcessor:
     Attributes:
         dialects: Dialects of the models; may be replaced before the first request.
         decisions: Log of requests.
+        max_retention_s: Longest time in seconds for which requests may ask to spare KV; longer ones are clipped.
         turns: Turns of the tenants for work of milliseconds on the event loop.
     """
 
@@ -108,6 +109,7 @@ class InputProcessor:
         admission: Admission | None = None,
         grammars: GrammarCache | None = None,
     ) -> None:
+        self.max_retention_s = 3600.0
         self._grammars = grammars or GrammarCache(GrammarMetrics(CollectorRegistry()))
         self.dialects = ModelDialects()
         self._allow_special_tokens = allow_special_tokens
@@ -293,6 +295,13 @@ class InputProcessor:
             # Texts may contain a template's markers on purpose; messages contain what users say.
             request.allow_special_tokens = self._allow_special_tokens or not isinstance(request.prompt, ChatPrompt)
 
+    def _retention(self, request: TextRequest) -> float:
+        """Return for how long a request's KV is to be spared, clipped at the operator's bound."""
+        if request.retention_s <= self.max_retention_s:
+            return request.retention_s
+        request.clipped += ("prompt_cache_retention",)
+        return self.max_retention_s
+
     def _prepared(
         self,
         request: TextRequest,
@@ -313,6 +322,7 @@ class InputProcessor:
             cache_salt=request.cache_salt,
             priority=_priority(request),
             session=_session(request),
+            retention_s=self._retention(request),
             output_token_ids=request.output_token_ids,
             ttft_ms=request.ttft_ms,
             itl_ms=request.itl_ms,

@@ -83,6 +83,8 @@ class TextRequest(msgspec.Struct):
         speculative_prefill: Whether to compute what the next turn begins with after the answer.
         clipped: Names of fields that asked for more than they got.
         session: Name of the conversation; empty if it has none.
+        retention_s: Seconds for which eviction is asked to spare the conversation's KV; below 0: this is its last
+            request.
         session_hint: What tells conversations apart, of fields that clients send for another purpose, such as
             ``prompt_cache_key``; the name of the conversation if that has none.
         ttft_ms: Deadline of the first token, in milliseconds; ``None`` without one.
@@ -128,6 +130,7 @@ class TextRequest(msgspec.Struct):
     clipped: tuple[str, ...] = ()
     session: str = ""
     session_hint: str = ""
+    retention_s: float = 0.0
     ttft_ms: float | None = None
     itl_ms: float | None = None
     user: str = ""

@@ -92,6 +92,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
+    RETENTION_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
     prompt_token_ids: _builtins.bytes
@@ -104,6 +105,8 @@ class GenerateRequest(_message.Message):
     """missing prompt tokens from which a remote prefill is used; unset: the instance's own"""
     session_key: _builtins.bytes
     """up to 16 bytes that are the same in all requests of a conversation; empty: unknown"""
+    retention_s: _builtins.float
+    """seconds for which eviction should spare the conversation's KV; below 0: this is its last request"""
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """tokens generated so far, when another instance began this request"""
@@ -146,10 +149,11 @@ class GenerateRequest(_message.Message):
         tenant: _common_pb2.Tenant | None = ...,
         prefilled: Global___PrefilledPrompt | None = ...,
         session_key: _builtins.bytes = ...,
+        retention_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "prefilled", b"prefilled", "remote_prefill_threshold", b"remote_prefill_threshold", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "prefilled", b"prefilled", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "prefilled", b"prefilled", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "retention_s", b"retention_s", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remote_prefill_threshold: _TypeAlias = _typing.Literal["remote_prefill_threshold"]  # noqa: Y015
     _WhichOneofArgType__remote_prefill_threshold: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold"]  # noqa: Y015
@@ -549,6 +553,7 @@ class PrefillRequest(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
+    RETENTION_S_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -560,6 +565,8 @@ class PrefillRequest(_message.Message):
     cache_salt: _builtins.str
     priority: _builtins.int
     session_key: _builtins.bytes
+    """as in GenerateRequest"""
+    retention_s: _builtins.float
     """as in GenerateRequest"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
@@ -598,11 +605,12 @@ class PrefillRequest(_message.Message):
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tenant: _common_pb2.Tenant | None = ...,
         session_key: _builtins.bytes = ...,
+        retention_s: _builtins.float = ...,
         claim: Global___PrefillClaim | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "fingerprint", b"fingerprint", "held", b"held", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "claim", b"claim", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "claim", b"claim", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retention_s", b"retention_s", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -663,6 +671,7 @@ class PrefillFirstRequest(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
+    RETENTION_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
     prompt_token_ids: _builtins.bytes
@@ -672,6 +681,8 @@ class PrefillFirstRequest(_message.Message):
     cache_salt: _builtins.str
     priority: _builtins.int
     session_key: _builtins.bytes
+    """as in GenerateRequest"""
+    retention_s: _builtins.float
     """as in GenerateRequest"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
@@ -693,10 +704,11 @@ class PrefillFirstRequest(_message.Message):
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tenant: _common_pb2.Tenant | None = ...,
         session_key: _builtins.bytes = ...,
+        retention_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retention_s", b"retention_s", "sampling", b"sampling", "session_key", b"session_key", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,6 +105,44 @@ async def test_sessions_of_tenants_are_apart(dispatcher: ScriptedDispatcher, pip
     assert first == again != other
 
 
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "retention_s", "clipped"),
+    [
+        ("completions", {"prompt": "def"}, {}, 0.0, None),
+        ("completions", {"prompt": "def", "prompt_cache_retention": "in_memory"}, {}, 0.0, None),
+        ("completions", {"prompt": "def", "prompt_cache_retention": "24h"}, {}, 3600.0, "prompt_cache_retention"),
+        ("responses", {"input": "def", "prompt_cache_retention": "1h"}, {}, 3600.0, None),
+        ("completions", {"prompt": "def"}, {"x-dynamo-session-final": "true"}, -1.0, None),
+        ("completions", {"prompt": "def"}, {"x-dynamo-session-final": "false"}, 0.0, None),
+        ("messages", {"cache_control": HOUR}, {}, 3600.0, None),
+        ("messages", {"system": [{"type": "text", "text": "s", "cache_control": HOUR}]}, {}, 3600.0, None),
+        ("messages", {"cache_control": {"type": "ephemeral"}}, {}, 0.0, None),
+    ],
+)
+def test_hints_for_the_cache_are_bounded_and_what_is_clipped_is_said(
+    path: str, body: dict[str, object], headers: dict[str, str], retention_s: float, clipped: str | None
+) -> None:
+    more: dict[str, object] = {} if path == "responses" else {"max_tokens": 2}
+    if path == "messages":
+        more["messages"] = [{"role": "user", "content": "a"}]
+    with Served() as api:
+        answer = api.post(f"/v1/{path}", {"model": "baton-tiny", **more, **body}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("x-baton-clipped") == clipped
+        assert "x-baton-ignored-fields" not in answer.headers
+        assert [request.retention_s for request in api.dispatcher.requests] == [retention_s]
+
+
+def test_a_retention_that_does_not_exist_is_refused() -> None:
+    with Served() as api:
+        body = {"model": "baton-tiny", "prompt": "def", "prompt_cache_retention": "forever"}
+        answer = api.post("/v1/completions", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_cache_retention")
+
+
 # --- over the wire, to fake workers ---
 
 
@@ -144,9 +182,10 @@ async def test_instances_get_a_key_of_the_session_and_not_its_name(world: World)
     (decode,) = await world.decodes(1)
     router = await world.cluster(await world.prefills(1), [decode])
     for name in ("", "private name", "private name", "other"):
-        await run(router, replace(make_request(f"r{len(decode.state.requests)}"), session=name))
+        await run(router, replace(make_request(f"r{len(decode.state.requests)}"), session=name, retention_s=60.0))
     none, first, again, other = (request.session_key for request in decode.state.requests)
     assert none == b""
     assert first == again != other
+    assert [request.retention_s for request in decode.state.requests] == [0.0, 60.0, 60.0, 60.0]
     assert {len(first), len(other)} == {8}
     assert b"private" not in decode.state.requests[1].SerializeToString()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -59,7 +59,23 @@ def parse_message(value: Any, account: Account | None, store: ResponseStore) -> 
         raise InvalidRequestError("metadata.user_id must be a string", field="metadata.user_id")
     more["user"] = user
     more["prompt_cache_key"] = _session_of(user or "")
+    if _asks_for_an_hour([value, *_blocks(body)]):
+        more["prompt_cache_retention"] = "1h"
     return _request(body, more, ignored, body.max_tokens, open_thread(body, account, store))
+
+
+def _blocks(body: MessagesBody) -> Iterator[Any]:
+    """Iterate over all that may have a ``cache_control``: tools, and blocks of the system prompt and of messages."""
+    yield from body.tools or ()
+    for content in (body.system, *(message.get("content") for message in body.messages)):
+        if isinstance(content, list):
+            yield from content
+
+
+def _asks_for_an_hour(blocks: Iterable[Any]) -> bool:
+    """Whether one is to be cached for an hour; five minutes, which agents ask for everywhere, are no wish."""
+    controls = (block.get("cache_control") for block in blocks if isinstance(block, dict))
+    return any(isinstance(control, dict) and control.get("ttl") == "1h" for control in controls)
 
 
 def _session_of(user_id: str) -> str:

@@ -462,6 +462,7 @@ def apply_headers(requests: list[TextRequest], headers: Headers, account: Accoun
         InvalidRequestError: A header is wrong; names it.
     """
     session, rank = "", len(_AGENT_SESSIONS)
+    final = (b"x-dynamo-session-final", b"true") in ((name, value.strip().lower()) for name, value in headers)
     for name, value in headers:
         if _AGENT_SESSIONS.get(name, rank) < rank:
             session, rank = value.decode("latin-1").strip(), _AGENT_SESSIONS[name]
@@ -475,6 +476,8 @@ def apply_headers(requests: list[TextRequest], headers: Headers, account: Accoun
         hint = session or request.session_hint
         if not request.session and len(hint) <= MAX_SALT_CHARS:
             request.session = hint
+        if final:
+            request.retention_s = -1.0
     if account is not None:
         for request in requests:
             request.account = account

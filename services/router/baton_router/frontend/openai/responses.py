@@ -87,7 +87,7 @@ class ResponsesBody(Body, kw_only=True):
     """``POST /v1/responses``; what is in ``input``, ``tools``, ``text`` and ``reasoning`` is as OpenAI describes it."""
 
     outside: ClassVar[Outside] = Outside(
-        frozenset({"safety_identifier", "prompt_cache_retention", "client_metadata"}),
+        frozenset({"safety_identifier", "client_metadata"}),
         {
             "background": (False,),
             "conversation": (),
@@ -126,6 +126,7 @@ class ResponsesBody(Body, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     # What OpenAI's interface doesn't have.
     nvext: dict[str, Any] | None = None
     seed: int | None = None
@@ -142,6 +143,7 @@ _PASSED = (
     "stream",
     "user",
     "prompt_cache_key",
+    "prompt_cache_retention",
     "nvext",
     "seed",
     "top_k",

@@ -289,6 +289,7 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     priority: int | None = None
     nvext: Extensions | None = None
     ttft_ms: float | None = None
