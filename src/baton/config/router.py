@@ -46,7 +46,7 @@ class RouterConfig(ServiceConfig):
         "what a block in a slower tier, or in the KV store, counts beside one in device memory",
     )
     session_overload: float = option(3.0, "load relative to the mean from which a session leaves its home")
-    max_retention_s: float = option(3600.0, "longest time for which requests may ask to spare KV; 0: never")
+    max_retention_s: float = option(3600.0, "longest that requests may ask to spare KV")
     policy_options: tuple[str, ...] = option((), "key=value pairs for a policy that a package registered")
     policy_seed: int | None = option(None, "seed of the policy's random choices; default: random")
     remote_prefill_threshold: int | None = option(
