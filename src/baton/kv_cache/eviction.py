@@ -238,7 +238,7 @@ class EvictionQueue:
             self._plain_lru.use(session, session.turn_blocks, now)
             if session.retention_s < 0:
                 _put_first(tenant, session)
-            elif session.retention_s > 0 and self._keep(tenant, session, now):
+            elif session.retention_s > 0 and self._keep_session(tenant, session, now):
                 session.listed_s = 0.0
             elif session.gap_s != session.listed_s:
                 self._num_listed += 1
@@ -353,7 +353,7 @@ class EvictionQueue:
         if sum(session.num_kept for session in sessions) != sum(each.num_kept for each in self._tenants.values()):
             raise AssertionError("the blocks that hints keep are counted wrongly")
 
-    def _keep(self, tenant: _Tenant, session: _Session, now: float) -> bool:
+    def _keep_session(self, tenant: _Tenant, session: _Session, now: float) -> bool:
         """Keep a session's blocks for the time that it asked for; return whether its tenant may keep so many."""
         lately = now - IDLE_S
         num_active = max(1, sum(other.used_at > lately for other in self._tenants.values()))
