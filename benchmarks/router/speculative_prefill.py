@@ -5,7 +5,7 @@ as Qwen3's does without thinking. Conversations one after the other, with the hi
 has prompts that no cache has. Between the turns the user waits ``--pause``. Prints the medians, and the median of the
 ratios of neighbours with its quartiles.
 
-    python -m benchmarks.router.speculative_prefill --conversations 100
+    python -m benchmarks.router.speculative_prefill
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ratio", default="1P1D", help="instances")
-    parser.add_argument("--conversations", type=int, default=100, help="conversations, half of them with the hint")
+    parser.add_argument("--conversations", type=int, default=60, help="conversations, half of them with the hint")
     parser.add_argument("--words", type=int, default=200, help="words of the first prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of the first answer")
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between the turns")

@@ -137,7 +137,7 @@ class RouterConfig(ServiceConfig):
     queue_timeout_s: float = option(60.0, "seconds a request may wait in the router, or is refused with 503")
     speculative_prefill: bool = option(
         False,
-        "in idle capacity compute what the next turn begins with, for requests that ask for it",
+        "prefill next turns in idle capacity, for requests that ask for it",
     )
     batch_store: str = option(
         "",
