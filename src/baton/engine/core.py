@@ -264,6 +264,8 @@ class EngineCore:
             decode_tokens=self._decode_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
+            early_evictions=self._pool.early_evictions,
+            spared_blocks=self._pool.spared_blocks,
         )
 
     @property

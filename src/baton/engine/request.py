@@ -134,6 +134,10 @@ class EngineStats:
     prefix_query_tokens: int
     num_bounded_steps: int = 0
     """Steps in which the budget in time left prompt tokens for later, since start."""
+    early_evictions: int = 0
+    """Blocks evicted before older ones since their session's usual gap is long."""
+    spared_blocks: int = 0
+    """Times that a hint spared a block that was to be evicted."""
 
 
 def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int, seed: int) -> SamplingParams:

@@ -195,6 +195,16 @@ class BlockPool:
         """Number of blocks that can be found by their hash, those in use included."""
         return len(self._cache)
 
+    @property
+    def early_evictions(self) -> int:
+        """Number of blocks evicted before older ones since their session's usual gap is long."""
+        return self._cached.early_evictions
+
+    @property
+    def spared_blocks(self) -> int:
+        """Number of times that a hint spared a block that was to be evicted."""
+        return self._cached.spared_blocks
+
     def num_free_without(self, block_ids: Sequence[BlockId]) -> int:
         """Return the number of free blocks that would be left if these (a prefix hit) were acquired."""
         refs = self._refs

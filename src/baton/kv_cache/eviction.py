@@ -142,6 +142,10 @@ class EvictionQueue:
         num_blocks: Number of blocks in the pool.
         share: Part of the pool that is divided among tenants, 0 to 1.
         clock: Monotonic clock in seconds.
+
+    Attributes:
+        early_evictions: Number of blocks evicted before older ones since their session's usual gap is long.
+        spared_blocks: Number of times that a hint spared a block that was to be evicted.
     """
 
     def __init__(self, num_blocks: int, share: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -156,6 +160,7 @@ class EvictionQueue:
         self._num = self._num_listed = self._num_nameless = 0
         self._released_at = -math.inf
         self._max_tenants = _MAX_IDLE
+        self.early_evictions = self.spared_blocks = 0
         self._names: tuple[str, bytes] | None = None
         self._owner: tuple[_Tenant, _Session | None] = no_tenant, None
 
@@ -281,11 +286,13 @@ class EvictionQueue:
             else:
                 block_id = next(iter(longest.blocks))
                 del blocks[block_id]
+                self.early_evictions += 1
             session = session_of[block_id]
             if session is not None:
                 if session.num_kept and session.kept_until > now and num_spared < len(blocks):
                     blocks[block_id] = now
                     num_spared += 1
+                    self.spared_blocks += 1
                     continue
                 del session.blocks[block_id]
                 if session.num_kept:

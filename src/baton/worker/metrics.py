@@ -256,6 +256,8 @@ _ENGINE_COUNTERS = {
     "decode_tokens": "Tokens generated",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
     "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
+    "early_evictions": "Cached blocks evicted before older ones since their session's usual gap is long",
+    "spared_blocks": "Times that a hint spared a cached block that was to be evicted",
 }
 _STEP_COUNTERS = {
     "steps": "Engine steps",

@@ -54,7 +54,9 @@ def cycle(pool: Pool, rounds: int, tenant: str = "", named: bool = True) -> int:
 
 def test_a_cycle_that_flushes_lru_leaves_most_sessions_their_blocks() -> None:
     assert cycle(Pool(80), 40, named=False) == 0
-    assert cycle(Pool(80), 40) >= 60
+    pool = Pool(80)
+    assert cycle(pool, 40) >= 60
+    assert pool.pool.early_evictions > 500
 
 
 def test_where_all_fits_nothing_changes() -> None:
@@ -126,6 +128,7 @@ def test_a_retention_hint_spares_a_session_until_its_time_is_over() -> None:
     for at in range(20):
         pool.serve(PROMPTS[1 + at % 11])
     assert len(pool.pool.match(PROMPTS[0])) == 10
+    assert pool.pool.spared_blocks >= 10
     pool.now_s += 60.0
     for at in range(8):
         pool.serve(PROMPTS[1 + at])
