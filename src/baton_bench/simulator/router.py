@@ -46,7 +46,7 @@ class Fleet:
         max_num_seqs: Sequences that an instance batches, which it tells the router; 0: it does not say.
         policy: Name of the placement policy.
         threshold: ``--remote-prefill-threshold`` of the router; ``None``: the policy decides who computes a prompt.
-        seed: Seed of the policy's random choices.
+        seed: Seed of the policy's random choices and of the instances' names.
         beta: Weight of load for ``match_minus_load``.
         temperature: Softmax temperature of ``match_minus_load``; 0: the best score wins.
         max_inflight: Requests that a decode instance may have; 0: any number. ``None``: the router's admission control
@@ -306,8 +306,12 @@ class VirtualRouter:
         self.decision_us: list[float] = []
         self._fleet = fleet
         self._speeds = Speeds(now)
+        names = f"-{fleet.seed}" if fleet.seed else ""  # as in deployments they differ: policies hash them
         self._virtual = {
-            role: [VirtualInstance(f"{role.value[0]}{number}", role, self.index, now, fleet) for number in range(count)]
+            role: [
+                VirtualInstance(f"{role.value[0]}{number}{names}", role, self.index, now, fleet)
+                for number in range(count)
+            ]
             for role, count in ((Role.PREFILL, fleet.prefills), (Role.DECODE, fleet.decodes))
         }
         self.instances = {role: [each.instance for each in members] for role, members in self._virtual.items()}
