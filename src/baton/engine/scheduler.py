@@ -342,7 +342,8 @@ class Scheduler:
         self._caching = config.prefix_caching
         self._state_every = config.state_every
         self._num_state_blocks = state_blocks
-        self._free_slots = list(range(self._max_seqs - 1, -1, -1)) if state_blocks else None
+        # A heap: sequences that arrive one after the other get neighbours, whose states need not be copied together.
+        self._free_slots = list(range(self._max_seqs)) if state_blocks else None
         self._preempts = config.policy == "priority"
         self._max_loads = 4 * config.max_num_seqs if config.max_loads is None else config.max_loads
         self._max_load_blocks = int(config.load_share * pool.num_blocks)
@@ -721,7 +722,7 @@ class Scheduler:
         """Add a sequence that holds its blocks to the batch."""
         sequence.state = SequenceState.RUNNING
         if self._free_slots is not None:
-            sequence.state_slot = self._free_slots.pop()
+            sequence.state_slot = heapq.heappop(self._free_slots)
         insort(self.running, sequence, key=_by_key)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
@@ -856,7 +857,7 @@ class Scheduler:
             case SequenceState.RUNNING:
                 self.running.remove(sequence)
                 if self._free_slots is not None:
-                    self._free_slots.append(sequence.state_slot)
+                    heapq.heappush(self._free_slots, sequence.state_slot)
                     sequence.state_slot = -1
             case SequenceState.LOADED:
                 self.loaded.remove(sequence)

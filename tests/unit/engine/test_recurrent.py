@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import LinearAttentionLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from baton.engine.models.recurrent import LayerCache, StateArena, StateShape, _parts_of
+from baton.engine.models.recurrent import LayerCache, StateArena, StateShape, _parts_of, step_gated_delta_rule
 from baton.errors import InternalError
 
 SHAPES = [
@@ -59,9 +60,33 @@ def test_a_state_after_other_tokens_is_noticed() -> None:
 def test_every_token_is_in_one_call(lengths: list[int], data: st.DataObject) -> None:
     begun = np.array(data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))))
     starts = np.array([0, *np.cumsum(lengths)], np.int32)
-    parts = _parts_of(starts, begun, torch.arange(len(lengths)))
+    slots = np.array(data.draw(st.permutations(range(len(lengths)))), np.int32)
+    parts = _parts_of(starts, begun, slots, torch.device("cpu"))
     assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
     assert parts[-1].end == sum(lengths)
-    assert torch.cat([part.slots for part in parts]).tolist() == list(range(len(lengths)))
+    assert torch.cat([torch.arange(len(lengths))[part.slots] for part in parts]).tolist() == slots.tolist()
     for part in parts:
-        assert len(part.slots) == 1 or (part.begun and part.end - part.first == len(part.slots))
+        assert part.num_sequences == 1 or (part.begun and part.end - part.first == part.num_sequences)
+
+
+@given(
+    tokens=st.integers(1, 3),
+    heads=st.sampled_from([(2, 2), (2, 4)]),
+    normalized=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_gated_delta_rule_is_that_of_transformers(
+    tokens: int, heads: tuple[int, int], normalized: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    key_heads, value_heads = heads
+    query, key = torch.randn(2, 3, tokens, key_heads, 5)
+    value = torch.randn(3, tokens, value_heads, 7)
+    g, beta = -torch.rand(3, tokens, value_heads), torch.rand(3, tokens, value_heads)
+    state = torch.randn(3, value_heads, 5, 7)
+    options = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": normalized, "output_final_state": True}
+    want, want_state = torch_recurrent_gated_delta_rule(query, key, value, initial_state=state.clone(), **options)
+    got, got_state = step_gated_delta_rule(query, key, value, initial_state=state, **options)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got_state, want_state, rtol=1e-4, atol=1e-5)
+    assert got_state.data_ptr() == state.data_ptr()

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from torch import nn
 from baton.errors import InternalError
 
 IntArray = npt.NDArray[np.int32]
+Slots = torch.Tensor | slice
+"""Slots, int64 [sequences]; neighbours in rising order as a slice, which is not copied."""
 StateKey = tuple[Literal["conv", "recurrent"], int]
 """Kind of a state and its number in the module."""
 States = dict[StateKey, torch.Tensor]
@@ -175,14 +178,18 @@ class StateArena:
             tensor[slot] = data[begin:end].view(tensor.dtype).view(tensor.shape[1:])
         self._ends[slot] = num_tokens
 
-    def load(self, layer: int, slots: torch.Tensor) -> States:
-        """Return copies of a layer's states of some slots."""
+    def load(self, layer: int, slots: Slots) -> States:
+        """Return a layer's states of some slots: copies, or the memory of neighbours itself."""
         return {key: tensor[slots] for key, tensor in self._tensors[layer].items()}
 
-    def store(self, layer: int, slots: torch.Tensor, states: Mapping[StateKey, torch.Tensor]) -> None:
-        """Store a layer's states of some slots."""
+    def store(self, layer: int, slots: Slots, states: Mapping[StateKey, torch.Tensor]) -> None:
+        """Store a layer's states of some slots, unless they were changed in place."""
         for key, tensor in self._tensors[layer].items():
-            tensor[slots] = states[key].to(tensor.dtype)
+            state = states[key]
+            if isinstance(slots, torch.Tensor):
+                tensor[slots] = state.to(tensor.dtype)
+            elif (own := tensor[slots]).data_ptr() != state.data_ptr():
+                own.copy_(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +199,15 @@ class _Part:
     Attributes:
         first: First token.
         end: End of the tokens.
-        slots: int64 [sequences], their slots.
+        slots: Their slots, of one sequence or of one per token.
+        num_sequences: Number of sequences.
         begun: Whether the sequences have earlier tokens.
     """
 
     first: int
     end: int
-    slots: torch.Tensor
+    slots: Slots
+    num_sequences: int
     begun: bool
 
 
@@ -304,8 +313,7 @@ class RecurrentLayers:
         """
         starts = context_lens - np.diff(query_starts)
         arena.check(slots, starts, context_lens)
-        rows = torch.from_numpy(slots.astype(np.int64)).to(arena.device)
-        self._step = _Step(_parts_of(query_starts, starts > 0, rows), arena)
+        self._step = _Step(_parts_of(query_starts, starts > 0, slots, arena.device), arena)
         try:
             yield
         finally:
@@ -319,7 +327,7 @@ class RecurrentLayers:
         outputs = []
         for part in self._step.parts:
             rows = hidden[0, part.first : part.end]
-            rows = rows[:, None] if len(part.slots) > 1 else rows[None]
+            rows = rows[:, None] if part.num_sequences > 1 else rows[None]
             cache = LayerCache(arena.load(layer, part.slots) if part.begun else {})
             compute = _run_stepwise if part.begun and layer in self._stepwise else _run_at_once
             outputs.append(compute(run, rows, cache).reshape(1, part.end - part.first, -1))
@@ -391,9 +399,75 @@ def cache_argument(module: nn.Module) -> str:
     return next((name for name in _CACHE_ARGUMENTS if name in parameters), "")
 
 
+def step_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Go on with the gated delta rule, token by token (Yang et al., ICLR 2025, equation 10).
+
+    As transformers' function of the same arguments; the state is changed in place, by products of matrices, which takes
+    a tenth of the time for 8 sequences of 12 heads of 64.
+
+    Args:
+        query: [sequences, tokens, key heads, k_dim]
+        key: Like the query.
+        value: [sequences, tokens, value heads, v_dim]
+        g: Logarithm of the decay, [sequences, tokens, value heads].
+        beta: Strength of the update, likewise.
+        initial_state: float32 [sequences, value heads, k_dim, v_dim].
+        use_qk_l2norm_in_kernel: Whether queries and keys are normalized.
+
+    Returns:
+        The output, like the value, and the state.
+    """
+    sequences, tokens, heads, v_dim = value.shape
+    k_dim = key.shape[-1]
+    query, key = (
+        each.float().repeat_interleave(heads // each.shape[2], dim=2).transpose(0, 1).reshape(tokens, -1, 1, k_dim)
+        for each in (query, key)
+    )
+    if use_qk_l2norm_in_kernel:
+        query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+    query = query * k_dim**-0.5
+    values = value.float().transpose(0, 1).reshape(tokens, -1, 1, v_dim)
+    decays, strengths = (each.float().transpose(0, 1).reshape(tokens, -1, 1, 1) for each in (g.exp(), beta))
+    state = initial_state.to(torch.float32, memory_format=torch.contiguous_format)
+    matrices = state.view(-1, k_dim, v_dim)
+    output = torch.empty_like(values)
+    for token in range(tokens):
+        matrices *= decays[token]
+        change = (values[token] - torch.bmm(key[token], matrices)) * strengths[token]
+        matrices.baddbmm_(key[token].transpose(1, 2), change)
+        output[token] = torch.bmm(query[token], matrices)
+    return output.view(tokens, sequences, heads, v_dim).transpose(0, 1).to(value.dtype), state
+
+
+_OWN_STEPS: dict[str, Callable[..., Any]] = {"torch_recurrent_gated_delta_rule": step_gated_delta_rule}
+"""Functions of transformers' code that are called in their place."""
+
+
+def _with_own_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that calls Baton's functions where there are some, and is the same else."""
+    plain: Any = inspect.unwrap(forward)
+    own = {name: step for name, step in _OWN_STEPS.items() if name in plain.__code__.co_names}
+    if not own:
+        return forward
+    names = {**plain.__globals__, **own}
+    copy = types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return copy
+
+
 def _replace_forward(layer: int, module: nn.Module, call: _Call) -> None:
     """Have a module's forward be ``call``, which runs the forward of its class."""
-    forward = type(module).forward
+    forward = _with_own_steps(type(module).forward)
     argument = cache_argument(module)
     name = type(module).__name__
     this = weakref.ref(module)
@@ -417,7 +491,9 @@ def _replace_forward(layer: int, module: nn.Module, call: _Call) -> None:
     module.__dict__["forward"] = run_forward
 
 
-def _parts_of(query_starts: IntArray, begun: npt.NDArray[np.bool_], slots: torch.Tensor) -> list[_Part]:
+def _parts_of(
+    query_starts: IntArray, begun: npt.NDArray[np.bool_], slots: IntArray, device: torch.device
+) -> list[_Part]:
     """Return the calls of a step; neighbours with one token each, and with earlier tokens, are one call."""
     lengths = np.diff(query_starts)
     joins = (lengths == 1) & begun
@@ -428,6 +504,13 @@ def _parts_of(query_starts: IntArray, begun: npt.NDArray[np.bool_], slots: torch
         while joins[row] and end < len(lengths) and joins[end]:
             end += 1
         first, last = int(query_starts[row]), int(query_starts[end])
-        parts.append(_Part(first, last, slots[row:end], bool(begun[row])))
+        parts.append(_Part(first, last, _slots_of(slots[row:end], device), end - row, bool(begun[row])))
         row = end
     return parts
+
+
+def _slots_of(slots: IntArray, device: torch.device) -> Slots:
+    first = int(slots[0])
+    if (np.diff(slots) == 1).all():
+        return slice(first, first + len(slots))
+    return torch.from_numpy(slots.astype(np.int64)).to(device)
