@@ -260,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("all", "endurance", "interference"), default="all")
     parser.add_argument("--model", default="models/baton-tiny")
-    parser.add_argument("--prefill", type=int, default=0, help="prefill instances")
+    parser.add_argument("--prefill", type=int, default=0, help="prefill instances; each needs a core of its own")
     parser.add_argument("--policy", default="fcfs", help="--policy of the instances")
     parser.add_argument("--rate", type=float, default=3.0, help="chats per second")
     parser.add_argument("--words", type=int, default=400, help="words of a prompt, in the mean")
