@@ -120,7 +120,7 @@ def profile_model(folder: Path, flags: Sequence[str]) -> Profile:
         found = measure_overheads(
             url, AccessConfig(), profile, isl=ISL, step=lambda what, left: print(what, file=sys.stderr)
         )
-    return dataclasses.replace(profile, overheads=found)
+    return dataclasses.replace(profile, overheads=found, model=str(MODEL.relative_to(ROOT)))
 
 
 class Neighbours:
