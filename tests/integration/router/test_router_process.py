@@ -197,7 +197,7 @@ async def test_clients_above_the_hard_limit_of_open_files_are_told() -> None:
 
 
 async def asks_at_once(address: str, count: int) -> list[bytes]:
-    """Connect so many times, then ask on all connections; returns the status lines."""
+    """Connect so many times, then ask on all connections; returns the status lines, empty ones where it was reset."""
     host, port = address.split(":")
     opened = [await asyncio.open_connection(host, int(port)) for _ in range(count)]
     for _, writer in opened:
@@ -205,7 +205,10 @@ async def asks_at_once(address: str, count: int) -> list[bytes]:
     lines = []
     async with asyncio.timeout(240):
         for reader, writer in opened:
-            lines.append((await reader.readline()).strip())
+            try:
+                lines.append((await reader.readline()).strip())
+            except ConnectionResetError:  # closed with the request unread, as no descriptor was free
+                lines.append(b"")
             writer.transport.abort()
     return lines
 
