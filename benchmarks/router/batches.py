@@ -11,6 +11,7 @@ pair have the same arrivals and lengths of prompts, and other words. Prints the 
 their ratios with intervals of 90 % (windows drawn again, pair by pair), and the lines answered meanwhile.
 
     python -m benchmarks.router.batches --windows 16 --seconds 25 --rate 3
+    python -m benchmarks.router.batches --part interference --prefill 1 --executor paced_agents --rate 1
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import httpx
 import numpy as np
 import openai
 import psutil
+from benchmarks.planner_parts.paced_plugin import paced_executors
 from openai.types import Batch
 from tests.support.servers.up import running_up
 
@@ -83,7 +85,7 @@ def deployment(options: argparse.Namespace, folder: str) -> Iterator[tuple[str, 
     """The URL of a deployment, and the process that supervises it."""
     with running_up(
         "--ratio", f"{options.prefill}P1D", "--model", options.model, "--threads", "1", "--kv-blocks", "4096",
-        "--served-model-name", "baton", "--policy", options.policy,
+        "--served-model-name", "baton", "--policy", options.policy, "--executor", options.executor,
         "--router-args", f"--batch-store {folder}",
     ) as running:  # fmt: skip
         yield running.url, running.process.pid
@@ -260,7 +262,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("all", "endurance", "interference"), default="all")
     parser.add_argument("--model", default="models/baton-tiny")
-    parser.add_argument("--prefill", type=int, default=0, help="prefill instances; each needs a core of its own")
+    parser.add_argument("--prefill", type=int, default=0, help="prefill instances; each needs a core, or pacing")
+    parser.add_argument("--executor", choices=("auto", "paced_agents"), default="auto", help="steps: as fast as may be")
     parser.add_argument("--policy", default="fcfs", help="--policy of the instances")
     parser.add_argument("--rate", type=float, default=3.0, help="chats per second")
     parser.add_argument("--words", type=int, default=400, help="words of a prompt, in the mean")
@@ -269,7 +272,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=25.0, help="seconds of a window")
     options = parser.parse_args()
     result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, deployment(options, f"{folder}/batches") as (url, supervisor):
+    with (
+        paced_executors(),
+        tempfile.TemporaryDirectory() as folder,
+        deployment(options, f"{folder}/batches") as (url, supervisor),
+    ):
         if options.part != "interference":
             result["endurance"] = asyncio.run(endure(options, url, supervisor))
         if options.part != "endurance":

@@ -238,6 +238,13 @@ BACKGROUND: SortKey = (BACKGROUND_PRIORITY, -1, -1)
 """Sort key before those of all background sequences, and behind all others."""
 BACKGROUND_PART = 8
 """A step has at most this part of its budget of tokens for background sequences' prompts: 1/8."""
+BACKGROUND_PROMPT_SHARE = 0.05
+"""The same limit without a budget in time, as a share of the tokens of others' prompts: one that arrives waits for the
+end of the step, and each step also takes what a step of one token takes."""
+PROMPTS_LATELY_S = 60.0
+"""Seconds after which another prompt no longer limits background sequences."""
+_PROMPT_WEIGHT = 0.1
+"""Weight of the last prompt in the mean length of prompts."""
 _MAY_ROLL_BACK = {SequenceState.WAITING, SequenceState.LOADED, SequenceState.RUNNING}
 
 
@@ -353,6 +360,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.output_lengths = OutputLengths()
         self.step_budget: StepBudget | None = None
+        self._mean_prompt = 0.0
+        """Tokens that prompts of others than background requests had to have computed, in the mean."""
+        self._prompt_at = -math.inf
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -459,7 +469,7 @@ class Scheduler:
                         break
                     fitting.append(sequence)
         budget = self._plan_decodes(plan, fitting, self._budget - plan.num_tokens)
-        budget = min(budget, max(self._block_size, self._budget // BACKGROUND_PART))
+        budget = min(budget, self._background_tokens())
         room = None
         if self.step_budget is not None:
             plan.work = work_of_decodes(plan)
@@ -469,6 +479,13 @@ class Scheduler:
         budget = self._plan_prefills(plan, prefilling, budget, room)
         if self.num_preemptions == preemptions:
             self._admit_waiting(plan, budget, room, background=True)
+
+    def _background_tokens(self) -> int:
+        """Return how many prompt tokens of background sequences a step may compute."""
+        tokens = self._budget // BACKGROUND_PART
+        if self.step_budget is None and time.monotonic() - self._prompt_at < PROMPTS_LATELY_S:
+            tokens = min(tokens, int(BACKGROUND_PROMPT_SHARE * self._mean_prompt))
+        return max(self._block_size, tokens)
 
     def schedule_ahead(self) -> StepPlan:
         """Choose the tokens of the step after a launched one, as if all its expected tokens had been sampled.
@@ -660,6 +677,10 @@ class Scheduler:
             sequence.num_cached = num_local
             self.prefix_hit_tokens += num_local
             self.prefix_query_tokens += sequence.num_tokens if self._caching else 0
+            if sequence.key < BACKGROUND:
+                missing = sequence.num_tokens - num_local
+                self._mean_prompt += (_PROMPT_WEIGHT if self._mean_prompt else 1.0) * (missing - self._mean_prompt)
+                self._prompt_at = time.monotonic()
         if sequence.pinned:
             self._bridge.save_computed(sequence)
         if loads and self._bridge.start_load(sequence, num_local):

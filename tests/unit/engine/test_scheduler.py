@@ -17,7 +17,13 @@ from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.runner.input_batch import ForwardBatch
-from baton.engine.scheduler import BACKGROUND_PART, LEAST_AWAITED, PASSES
+from baton.engine.scheduler import (
+    BACKGROUND_PART,
+    BACKGROUND_PROMPT_SHARE,
+    LEAST_AWAITED,
+    PASSES,
+    PROMPTS_LATELY_S,
+)
 from baton.engine.sequence import SequenceState
 from baton.engine.step_budget import StepBudget, StepCost, StepWork
 from baton.errors import QueueFullError
@@ -337,6 +343,20 @@ def test_a_background_prompt_gets_a_small_part_of_a_step() -> None:
         core.add_request(request(str(i), prompt_of(i, 12), max_tokens=2, priority=BACKGROUND_PRIORITY))
     run(core)
     assert max(map(sum, runner.steps)) <= 48 // BACKGROUND_PART + 3  # and a token per decode
+
+
+def test_background_prompts_take_shorter_steps_while_others_come() -> None:
+    core, runner = make(max_num_batched_tokens=480, prefill_chunk=480)
+    core.add_request(request("other", prompt_of(1, 200), max_tokens=1))
+    run(core)
+    lengths = []
+    for number in range(2):
+        runner.steps.clear()
+        core.add_request(request(str(number), prompt_of(2 + number, 200), max_tokens=1, priority=BACKGROUND_PRIORITY))
+        run(core)
+        lengths.append(max(map(sum, runner.steps)))
+        core._scheduler._prompt_at -= PROMPTS_LATELY_S
+    assert lengths == [int(BACKGROUND_PROMPT_SHARE * 200), 480 // BACKGROUND_PART]
 
 
 class FourMsPerRow(StepCost):
