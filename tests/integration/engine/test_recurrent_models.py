@@ -6,15 +6,12 @@ of state: gated delta rule beside attention, Mamba that goes on one token at a t
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.support.models.architectures import VOCAB, Case, make_model
+from tests.support.models.recurrent_checkpoint import NEW_TOKENS, RecurrentCheckpoint
+from tests.support.models.recurrent_checkpoint import random_tokens as tokens
 
-from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import load_executor
 from baton.engine.llm import LLM
@@ -26,42 +23,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 KINDS = ("qwen3_next", "jamba", "lfm2", "mamba2")
 BLOCK = 16
-NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-class Checkpoint:
-    """A tiny model, and what transformers generates with it."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.folder = folder
-        self._model = make_model(Case(kind), folder)
-
-    def generate(self, prompt: list[int], count: int = NEW_TOKENS) -> list[int]:
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        with torch.inference_mode():
-            output = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return list(output[0, len(prompt) :].tolist())
-
-    def config(self, **changes: Any) -> EngineConfig:
-        values = {"dtype": "float32", "kv_blocks": 400, "max_model_len": 256, "prefill_chunk": 32, **changes}
-        return EngineConfig(model=str(self.folder), **values)
-
-
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    return {kind: Checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RecurrentCheckpoint]:
+    return {kind: RecurrentCheckpoint(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 
 
 @pytest.fixture(params=KINDS)
-def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint]) -> Checkpoint:
+def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, RecurrentCheckpoint]) -> RecurrentCheckpoint:
     return checkpoints[request.param]
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(8, VOCAB) for _ in range(count)]
 
 
 def ask(llm: LLM, prompt: list[int], sampling: SamplingParams = GREEDY) -> tuple[list[int], int]:
@@ -73,7 +45,7 @@ def ask(llm: LLM, prompt: list[int], sampling: SamplingParams = GREEDY) -> tuple
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-def test_prompts_in_chunks_of_every_size_beside_decodes(checkpoint: Checkpoint, chunk: int) -> None:
+def test_prompts_in_chunks_of_every_size_beside_decodes(checkpoint: RecurrentCheckpoint, chunk: int) -> None:
     prompts = [tokens(length, seed) for seed, length in enumerate((1, 2, 15, 16, 17, 33, 70))]
     expected = [checkpoint.generate(prompt) for prompt in prompts]
     config = checkpoint.config(prefill_chunk=chunk, max_num_batched_tokens=max(8, chunk), prefix_caching=False)
@@ -82,7 +54,7 @@ def test_prompts_in_chunks_of_every_size_beside_decodes(checkpoint: Checkpoint, 
         llm.core.check_integrity()
 
 
-def test_the_next_turn_computes_what_is_behind_the_snapshot(checkpoint: Checkpoint) -> None:
+def test_the_next_turn_computes_what_is_behind_the_snapshot(checkpoint: RecurrentCheckpoint) -> None:
     prompt = tokens(100, 1)
     with LLM(checkpoint.config()) as llm:
         answer, computed = ask(llm, prompt)
@@ -93,7 +65,7 @@ def test_the_next_turn_computes_what_is_behind_the_snapshot(checkpoint: Checkpoi
         assert ask(llm, turn) == (checkpoint.generate(turn), len(turn) - (len(turn) - 1) // BLOCK * BLOCK)
 
 
-def test_answers_leave_snapshots_too(checkpoint: Checkpoint) -> None:
+def test_answers_leave_snapshots_too(checkpoint: RecurrentCheckpoint) -> None:
     prompt = tokens(40, 3)
     with LLM(checkpoint.config(state_every=2 * BLOCK)) as llm:
         answer, _ = ask(llm, prompt, GREEDY.replace(max_tokens=60))
@@ -101,7 +73,7 @@ def test_answers_leave_snapshots_too(checkpoint: Checkpoint) -> None:
         assert ask(llm, turn) == (checkpoint.generate(turn), len(turn) - 3 * 2 * BLOCK)
 
 
-def test_a_third_prompt_finds_where_the_second_parted(checkpoint: Checkpoint) -> None:
+def test_a_third_prompt_finds_where_the_second_parted(checkpoint: RecurrentCheckpoint) -> None:
     shared = tokens(64, 5)
     first, second, third = (shared + tokens(30, seed) for seed in (6, 7, 8))
     with LLM(checkpoint.config()) as llm:
@@ -110,7 +82,7 @@ def test_a_third_prompt_finds_where_the_second_parted(checkpoint: Checkpoint) ->
         assert ask(llm, third) == (checkpoint.generate(third), 30)
 
 
-def test_a_snapshot_that_lost_a_block_is_not_used(checkpoints: dict[str, Checkpoint]) -> None:
+def test_a_snapshot_that_lost_a_block_is_not_used(checkpoints: dict[str, RecurrentCheckpoint]) -> None:
     checkpoint = checkpoints["qwen3_next"]
     prompt = tokens(60, 9)
     with LLM(checkpoint.config()) as llm:
@@ -124,7 +96,7 @@ def test_a_snapshot_that_lost_a_block_is_not_used(checkpoints: dict[str, Checkpo
         assert ask(llm, prompt) == (expected, 60)
 
 
-def test_many_conversations_in_a_pool_that_is_too_small(checkpoint: Checkpoint) -> None:
+def test_many_conversations_in_a_pool_that_is_too_small(checkpoint: RecurrentCheckpoint) -> None:
     states = load_executor(checkpoint.config()).state_blocks
     prompts = [tokens(20 + 3 * i, i) for i in range(12)]
     expected = [checkpoint.generate(prompt, 40) for prompt in prompts]
@@ -136,7 +108,7 @@ def test_many_conversations_in_a_pool_that_is_too_small(checkpoint: Checkpoint) 
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_roll_back_computes_the_states_again(checkpoint: Checkpoint, count: int) -> None:
+def test_roll_back_computes_the_states_again(checkpoint: RecurrentCheckpoint, count: int) -> None:
     prompt = tokens(37, 10)
     expected = checkpoint.generate(prompt, 24)
     with LLM(checkpoint.config()) as llm:
@@ -153,7 +125,7 @@ def test_roll_back_computes_the_states_again(checkpoint: Checkpoint, count: int)
         core.check_integrity()
 
 
-def test_samples_log_probabilities_and_an_abort_in_the_middle_of_a_prompt(checkpoint: Checkpoint) -> None:
+def test_samples_log_probabilities_and_an_abort_in_the_middle_of_a_prompt(checkpoint: RecurrentCheckpoint) -> None:
     prompt = tokens(50, 11)
     with LLM(checkpoint.config()) as llm:
         (result,) = llm.generate([prompt], GREEDY.replace(n=3, prompt_logprobs=1))
@@ -179,7 +151,7 @@ def test_samples_log_probabilities_and_an_abort_in_the_middle_of_a_prompt(checkp
 )
 @pytest.mark.usefixtures("warm_followers")
 def test_what_states_make_impossible_is_refused(
-    checkpoints: dict[str, Checkpoint], changes: dict[str, Any], field: str
+    checkpoints: dict[str, RecurrentCheckpoint], changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ConfigError) as refused, LLM(checkpoints["qwen3_next"].config(**changes)):
         pass

@@ -72,7 +72,7 @@ def test_agents_name_the_session_in_their_own_ways(body: dict[str, str], headers
     [
         ('{"device_id": "d", "account_uuid": "", "session_id": "s-1"}', "s-1"),
         ("user_abc_account__session_s-2", "s-2"),
-        ("somebody", ""),
+        ("user-7", ""),
         ('{"session_id": 5}', ""),
         ("{broken", ""),
     ],
